@@ -30,6 +30,7 @@ from dflow.calls.single_executable import NotEntered, SingleExecutable, identity
 from dflow.calls.trace_log import described
 from dflow.config import CONFIG
 from dflow.distributed.steps.step_gate import preparing
+from dflow.distributed.strategies.applying import taker_of_gradients
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.program_watch import WatchedProgram, program_watch, watched
@@ -119,7 +120,10 @@ class Planner:
             trace_ms = (time.perf_counter() - started) * 1e3
             note_trace(source_of(jaxpr), shared.log.name)
             arguments = described(self.fn, args, kwargs, shared.static.test_of(args))
-            shared.log.add(arguments, caller(), trace_ms, is_within=is_tracing())
+            taker, is_look = taker_of_gradients()
+            shared.log.add(
+                arguments, caller(), trace_ms, is_within=is_tracing(), is_look=is_look, taker="" if is_look else taker
+            )
             shared.traced(stage.jaxpr)
         return stage
 

@@ -53,6 +53,8 @@ class TraceRecord:
     `total_ms`    time of the whole call: trace, passes, compilation and first run; None inside another trace
     `captured`    types of the closed-over arrays of 64 KiB or more, which became inputs
     `is_within`   whether it was made within another trace
+    `is_look`     whether a strategy made it to see the gradients that a step gives: nothing is compiled of it
+    `taker`       of the gradients of its steps, if a strategy takes them: a name that is unique in the process
     """
 
     number: int
@@ -63,9 +65,12 @@ class TraceRecord:
     total_ms: float | None = None
     captured: tuple[str, ...] = ()
     is_within: bool = False
+    is_look: bool = False
+    taker: str = ""
 
     def __str__(self) -> str:
-        total = "within another trace" if self.total_ms is None else f"{self.total_ms:.1f} ms in all"
+        without = "by a strategy that looks at its gradients" if self.is_look else "within another trace"
+        total = without if self.total_ms is None else f"{self.total_ms:.1f} ms in all"
         lines = [f"trace {self.number} at {self.call or 'an unknown line'}: {self.trace_ms:.1f} ms, {total}"]
         lines += [f"  {change}" for change in self.changes]
         lines += [f"  closed over {captured}, which became an input" for captured in self.captured]
@@ -107,20 +112,34 @@ class TraceLog:
             total_ms = (time.perf_counter() - started) * 1e3
             self.records[index] = replace(self.records[index], total_ms=total_ms)
 
-    def add(self, arguments: Mapping[str, str], call: Loc | None, trace_ms: float, *, is_within: bool = False) -> None:
+    def add(
+        self,
+        arguments: Mapping[str, str],
+        call: Loc | None,
+        trace_ms: float,
+        *,
+        is_within: bool = False,
+        is_look: bool = False,
+        taker: str = "",
+    ) -> None:
         """Append a trace. Warns with RetraceWarning when traces for new types or new functions become too many.
 
-        is_within  whether it is made within another trace, as a strategy does to see which gradients a step applies.
-                   Traces of both kinds are compared with those of their own: a program is compiled for each
+        See `TraceRecord` for the arguments. A trace is compared with those that are within another one as it is, and
+        looks as it is: a program is compiled for each kind.
         """
-        earlier = [record for record in self.records if record.is_within == is_within]
-        changes = _changes(arguments, [record.arguments for record in earlier])
-        record = TraceRecord(len(self.records) + 1, arguments, changes, call, trace_ms, is_within=is_within)
+        earlier = [one for one in self.records if (one.is_within, one.is_look) == (is_within, is_look)]
+        record = TraceRecord(
+            *(len(self.records) + 1, arguments, (), call, trace_ms),
+            is_within=is_within,
+            is_look=is_look,
+            taker=taker,
+        )
+        record = replace(record, changes=_changes(record, earlier))
         self.records.append(record)
-        if changes != (_SAME,) and sum(one.changes != (_SAME,) for one in [*earlier, record]) == WARN_AFTER:
+        if not _is_same(record) and sum(not _is_same(one) for one in [*earlier, record]) == WARN_AFTER:
             self._warn_of_changes()
         # A call of no user's line is of dflow itself: a server compiles a program for each size of its batches.
-        if earlier and call is not None and not is_within and not self._has_told_short:
+        if earlier and call is not None and not (is_within or is_look or self._has_told_short):
             self._tell_if_short(earlier, record, call)
         if len(self.records) == 1 and self.code is not None and self.made is not None:
             self._count_remaking(self.code, self.made)
@@ -163,13 +182,24 @@ class TraceLog:
 
 
 _SAME = "no argument changed: a setting of JAX, a device scope, or a cleared cache"
+_STRATEGY = "no argument changed: it runs under another strategy or optimizer than before, or under none"
+_LOOK = "a strategy looks at the gradients that it gives, before a trace that runs"
 
 
-def _changes(new: Mapping[str, str], earlier: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
-    """Return the differences from the most similar earlier trace."""
+def _is_same(record: TraceRecord) -> bool:
+    """Whether no argument has caused the trace."""
+    return record.changes in {(_SAME,), (_STRATEGY,), (_LOOK,)}
+
+
+def _changes(new: TraceRecord, earlier: Sequence[TraceRecord]) -> tuple[str, ...]:
+    """Return the differences from the most similar earlier trace of the same kind."""
     if not earlier:
-        return ("first trace",)
-    return min((_differences(old, new) for old in reversed(earlier)), key=len) or (_SAME,)
+        return (_LOOK,) if new.is_look else ("first trace",)
+    found = min((_differences(old.arguments, new.arguments) for old in reversed(earlier)), key=len)
+    if found or new.is_look:
+        return found or (_LOOK,)
+    takers = {old.taker for old in earlier if old.arguments == new.arguments}
+    return (_SAME,) if new.taker in takers else (_STRATEGY,)
 
 
 def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from dflow.tracing.state.resources import is_variable
 
 #: The key under which an applier travels in JAX's trace context.
 _KEY = "dflow_applier"
+#: The value of that key in a shared step whose optimizers apply their gradients themselves.
+_SHARED = "shared"
 
 
 class GivenOptimizer(Protocol):
@@ -51,6 +53,8 @@ class Applier(Protocol):
     name: str
     #: Whether functions of `dflow.jit` that the step calls become part of the step's own trace.
     inlines: bool
+    #: Whether it only looks at the gradients: nothing is compiled of a trace under it.
+    is_look: bool
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Receive the gradients of the optimizer's variables."""
@@ -69,6 +73,14 @@ def inlines_calls() -> bool:
     """Whether calls of functions within a trace become part of it: then gradients of several can be used together."""
     applier = _current.get()
     return applier is not None and applier.inlines
+
+
+def taker_of_gradients() -> tuple[str, bool]:
+    """Return what JAX's trace context says of the strategy, empty without one; and whether it only looks at a step."""
+    applier = _current.get()
+    if applier is not None:
+        return applier.name, applier.is_look
+    return _SHARED if _shared.get() is not None and _traced_outside else "", False
 
 
 @contextmanager
@@ -131,7 +143,7 @@ def shared_step(variables: SharedVariables = SharedVariables()) -> Iterator[None
     """
     token = _shared.set(variables)
     try:
-        with set_xla_metadata(**{_KEY: "shared"}) if _traced_outside else nullcontext():
+        with set_xla_metadata(**{_KEY: _SHARED}) if _traced_outside else nullcontext():
             yield
     finally:
         _shared.reset(token)

@@ -69,7 +69,7 @@ class DenseGradients:
     long as the optimizer lives.
     """
 
-    inlines = False
+    inlines = is_look = False
 
     def __init__(self, programs: AgreedPrograms | None) -> None:
         self._programs = programs

@@ -158,6 +158,8 @@ class GradientTypes:
 class Gradients:
     """The applier that gives a step's gradients to the accumulators, with the number of the worker's opening."""
 
+    is_look = False
+
     def __init__(
         self,
         types: GradientTypes,

@@ -232,6 +232,8 @@ class _Look:
 class _Found:
     """An applier that records a step's optimizers and types of gradients, and applies no gradient."""
 
+    is_look = True
+
     def __init__(self, dense: DenseGradients | None, *, inlines: bool) -> None:
         self.name, self._dense, self.inlines = f"looked at {next(_serials)}", dense, inlines
         self._seen: list[tuple[GivenOptimizer, Any]] = []

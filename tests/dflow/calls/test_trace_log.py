@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.calls.trace_log import WARN_AFTER, RetraceWarning, TraceLog
+from dflow.calls.trace_log import _SAME, _STRATEGY, WARN_AFTER, RetraceWarning, TraceLog
 
 
 def test_the_argument_that_changed_is_named() -> None:
@@ -219,3 +219,10 @@ def test_a_trace_is_compared_with_those_of_its_kind() -> None:
         (True, ("x: f32[8] -> f32[4]",)),
         (False, ("x: f32[8] -> f32[4]",)),
     ]
+
+
+def test_a_step_that_another_strategy_runs_says_so() -> None:
+    log = TraceLog("step")
+    for taker in ("", "a", "a", "b"):
+        log.add({"x": "f32[8]"}, None, 1.0, taker=taker)
+    assert [one.changes for one in log] == [("first trace",), (_STRATEGY,), (_SAME,), (_STRATEGY,)]
