@@ -101,6 +101,9 @@ class TerminalView:
         text.append_text(Text.from_ansi(line))
         self._live.console.print(text, soft_wrap=True)
 
+    def log_line(self, task: str, line: str) -> None:
+        """Do nothing: the display keeps no logs."""
+
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         text = NO_ANSWER
         if status is not None:
@@ -138,6 +141,9 @@ class PlainView:
     def show_line(self, task: str, line: str) -> None:
         self._print(f"[{task}] {line}")
 
+    def log_line(self, task: str, line: str) -> None:
+        """Do nothing: the display keeps no logs."""
+
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         if status is None:
             return
@@ -173,6 +179,9 @@ class LoggedView:
     def show_line(self, task: str, line: str) -> None:
         self._log(task, line)
         self._show(self._view.show_line, task, line)
+
+    def log_line(self, task: str, line: str) -> None:
+        self._log(task, line)
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         self._show(self._view.show_status, status, rows)

@@ -60,10 +60,13 @@ class TaskRow:
 
 
 class LaunchView(Protocol):
-    """The launcher's output; `show_line` is called from any thread, the rest from one."""
+    """The launcher's output; `show_line` and `log_line` are called from any thread, the rest from one."""
 
     def show_line(self, task: str, line: str) -> None:
         """Show a line that a process printed; `task` is its short name."""
+
+    def log_line(self, task: str, line: str) -> None:
+        """Keep a line that a process printed in the logs, if there are any, without showing it."""
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         """Show the run's progress, about five times a second; no status while the coordinator does not answer."""
@@ -140,6 +143,8 @@ class _Launch:
         self._dashboard: DashboardSidecar | None = None
         self._client: CoordinatorClient | None = None
         self._status: Status | None = None
+        #: Whether the launcher ends all tasks, so that the coordinator's lines tell what follows from that.
+        self._is_ending = False
 
     def run(self) -> int:
         """Start everything, wait for the workers, end the rest, and show the result."""
@@ -165,6 +170,8 @@ class _Launch:
 
     def end_early(self, remedy: str) -> None:
         """End the tasks before their coordinator, which they would miss; show the ends, and last the remedy."""
+        # The lines of a coordinator that has ended itself tell why.
+        self._is_ending = self._coordinator.running is not None and self._coordinator.running.poll() is None
         for tasks in (self._workers, self._servers):
             self._end(tasks)
             for task in tasks:
@@ -211,7 +218,8 @@ class _Launch:
         if line.startswith(LISTENING):
             self._address = line.removeprefix(LISTENING)
         else:
-            self._view.show_line(COORDINATOR, line)
+            take = self._view.log_line if self._is_ending else self._view.show_line
+            take(COORDINATOR, line)
 
     def _take_dashboards_line(self, line: str) -> None:
         if line.startswith(SERVING):

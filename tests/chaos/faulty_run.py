@@ -149,6 +149,8 @@ class _FaultyRun(StopSignal):
         """Keep a line of a process."""
         self._note(task, line)
 
+    log_line = show_line
+
     def show_event(self, text: str) -> None:
         """Keep a line of the launcher."""
         self._note("launcher", text)

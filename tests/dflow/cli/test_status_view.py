@@ -1,4 +1,6 @@
+import contextlib
 import io
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -7,6 +9,7 @@ from rich.console import Console
 from dflow.cli.closing_summary import closing_summary
 from dflow.cli.status_view import (
     Closing,
+    LoggedView,
     PlainView,
     TerminalView,
     closing_tables,
@@ -16,6 +19,7 @@ from dflow.cli.status_view import (
 from dflow.cli.tables import size_text
 from dflow.dashboard.looks import StepRate, type_text
 from dflow.dashboard.traffic import grouped_traffic
+from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.rounds import NotFinite
 from dflow.distributed.wire.messages.status import PartCosts, Status, TaskHealth, VariableInfo, WorkerProgress
@@ -241,6 +245,17 @@ def test_output_to_a_file_is_plain_and_progress_comes_every_two_seconds() -> Non
     assert lines[0] == "[worker:0] [red]as it is[/red]"
     assert len([line for line in lines if line.startswith("step ")]) == 2
     assert lines[-1] == "dflow: worker:0 ended"
+
+
+def test_a_line_for_the_logs_alone_is_not_shown(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    with launch_view(console, closing_summary) as shown, contextlib.closing(RunLogs(tmp_path)) as logs:
+        view = LoggedView(shown, logs)
+        view.show_line("coordinator", "of use")
+        view.log_line("coordinator", "of no use now")
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "[coordinator] of use\n"
+    assert logs.path("coordinator").read_text() == "of use\nof no use now\n"
 
 
 def test_in_a_file_steps_are_told_when_there_are_more_and_every_half_minute() -> None:

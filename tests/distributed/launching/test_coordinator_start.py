@@ -70,6 +70,8 @@ class Events:
         """Print it for a failed test."""
         print(task, line)
 
+    log_line = show_line
+
     def show_event(self, text: str) -> None:
         """Keep it."""
         self.events.append(text)

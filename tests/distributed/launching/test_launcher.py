@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -455,6 +455,45 @@ class Stopped(StopSignal):
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         return signal.SIGINT
+
+
+class Ending:
+    """A program that ends when it is asked to."""
+
+    tail = ()
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self._at_end = at_end
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        return self._status
+
+    def terminate(self) -> None:
+        if self._status is None:
+            self._status = -signal.SIGTERM
+            self._at_end()
+
+    def kill(self) -> None:
+        raise AssertionError("it has ended")
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_what_a_coordinator_tells_of_tasks_that_are_being_ended_is_only_logged(is_running: bool) -> None:
+    shown, logged = list[tuple[str, str]](), list[tuple[str, str]]()
+    view: Any = SimpleNamespace(
+        show_line=lambda *line: shown.append(line), log_line=lambda *line: logged.append(line), show_end=lambda *_: None
+    )
+    unused: Any = None
+    ending = _Launch(Stopped(), LaunchPlan("script.py", jobs={"worker": 1}), unused, view, unused)
+    ending._take_coordinators_line("before")
+    ending._coordinator.running = Ending(lambda: None)
+    if not is_running:
+        ending._coordinator.running.terminate()
+    ending._workers[0].running = Ending(lambda: ending._take_coordinators_line("no worker takes part in it any more"))
+    ending.end_early("")
+    lines = [("coordinator", "before"), ("coordinator", "no worker takes part in it any more")]
+    assert (shown, logged) == ((lines[:1], lines[1:]) if is_running else (lines, []))
 
 
 def test_programs_are_killed_concurrently() -> None:
