@@ -147,12 +147,17 @@ def test_a_batch_whose_gradient_was_dropped_is_used_again_if_that_is_wanted(
         def late(x: Any) -> Any:
             used.append(int(x))
             if len(used) == 1:
+                turns.done("begun")
                 turns.wait("0", "1")
             return step(x)
 
+        def after_it_has_begun() -> Iterator[float]:
+            turns.wait("begun")
+            yield from itertools.repeat(0.0)
+
         late.trace = step.trace  # type: ignore[attr-defined]
         strategy = Sync(cluster, backup_workers=1, requeue=requeue)
-        supply = itertools.count(1.0) if index == 2 else itertools.repeat(0.0)
+        supply = itertools.count(1.0) if index == 2 else after_it_has_begun()
         for number, _ in enumerate(strategy.run(late if index == 2 else step, supply, steps=6, name="run")):
             if index < 2 and number == 0:
                 turns.done(str(index))
