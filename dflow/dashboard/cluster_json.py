@@ -6,6 +6,7 @@ Tasks have their short names. A number that is not known is None.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -50,10 +51,14 @@ def cluster_json(before: Look | None, now: Look, steps_per_s: float, earlier: Lo
     }
 
 
-def curve_values(state: Data, reported: Collection[str], results: Collection[str] = ()) -> dict[SeriesName, float]:
-    """Return the new value of each curve, from the JSON data of a state.
+def result_values(results: Mapping[str, float], names: Collection[str]) -> dict[SeriesName, float]:
+    """Return the values of the curves of these results, such as evaluations'; NaN for one that is not finite."""
+    return {SeriesName("", name): results[name] if math.isfinite(results[name]) else math.nan for name in names}
 
-    results   names of the results, such as evaluations', that have changed since the last state
+
+def curve_values(state: Data, reported: Collection[str]) -> dict[SeriesName, float]:
+    """Return the new value of each curve but those of results, from the JSON data of a state.
+
     reported  short names of the workers that have reported steps since the last state. The metrics of the others are
               old: a worker that has died keeps its last ones.
     """
@@ -68,9 +73,6 @@ def curve_values(state: Data, reported: Collection[str], results: Collection[str
     rates = [task["bytes_per_s"] for task in state["tasks"] if task["bytes_per_s"] is not None]
     if rates:
         add("", "bytes/s", "B/s", sum(rates))
-    for name in results:
-        value = state["results"][name]
-        add("", name, "", float("nan") if value is None else value)
     # Metrics first: they are what a program reports, should there be more series than are kept.
     for task in state["tasks"]:
         for name, value in task["metrics"].items() if task["task"] in reported else ():

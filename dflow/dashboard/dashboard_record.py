@@ -7,13 +7,13 @@ Invariants: memory is bounded; after a failure the last state stays, with the ph
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from dflow.dashboard.cluster_json import cluster_json, curve_values, is_over
-from dflow.dashboard.history import History
+from dflow.dashboard.cluster_json import cluster_json, curve_values, is_over, result_values
+from dflow.dashboard.history import History, SeriesName
 from dflow.dashboard.looks import RATE_WINDOW_S, Look, StepRate, steps_worked
-from dflow.distributed.wire.messages.status import ClusterEvents
+from dflow.distributed.wire.messages.status import ClusterEvents, Status
 from dflow.tracing.devices.task_name import short_task_name
 
 MOST_EVENTS = 500
@@ -83,14 +83,20 @@ class DashboardRecord:
         rate = self._rate.add(status.now_s, status.steps_done, steps_worked(status))
         earlier = {} if self._look is None else {worker.task: worker.steps for worker in self._look.status.workers}
         reported = {short_task_name(one.task) for one in status.workers if one.steps != earlier.get(one.task)}
-        before = {} if self._look is None else self._look.status.results
-        results = [name for name, value in status.results.items() if before.get(name) != value]
+        results = _new_results(None if self._look is None else self._look.status, status)
         self._cluster = cluster_json(self._look, look, rate, self._recent[0] if self._recent else None)
         self._recent.append(look)
         self._look, self._wall_s = look, wall_s
-        values = self.history.add(status.now_s, status.steps_done, curve_values(self._cluster, reported, results))
-        points: Data = {"run": self._run(), "at_s": status.now_s, "step": status.steps_done, "values": values}
-        return [*self._told(news), PageUpdate("points", points)]
+        curves: dict[int, dict[SeriesName, float]] = {}
+        for name, value in result_values(status.results, results).items():
+            curves.setdefault(status.result_steps.get(name.name, status.steps_done), {})[name] = value
+        curves.setdefault(status.steps_done, {}).update(curve_values(self._cluster, reported))
+        return [*self._told(news), *(self._points(status.now_s, *each) for each in curves.items())]
+
+    def _points(self, at_s: float, step: int, values: Mapping[SeriesName, float]) -> PageUpdate:
+        """Add points to the curves, after this number of steps."""
+        kept = self.history.add(at_s, step, values)
+        return PageUpdate("points", {"run": self._run(), "at_s": at_s, "step": step, "values": kept})
 
     def failed(self, why: str, *, now_s: float) -> list[PageUpdate]:
         """Record that no snapshot could be taken at the time `now_s` of any clock that does not go back."""
@@ -166,3 +172,14 @@ class DashboardRecord:
     def _told(self, news: Collection[Data]) -> list[PageUpdate]:
         updates = [PageUpdate("news", {"events": [*news]})] if news else []
         return [PageUpdate("state", self.state()), *updates]
+
+
+def _new_results(before: Status | None, now: Status) -> list[str]:
+    """Return the names of the results that are new: they have another value, or come after another step."""
+    known = {} if before is None else dict(_told_results(before))
+    return [name for name, told in _told_results(now) if known.get(name) != told]
+
+
+def _told_results(status: Status) -> list[tuple[str, tuple[str, int | None]]]:
+    # As texts, since NaN differs from itself.
+    return [(name, (repr(value), status.result_steps.get(name))) for name, value in status.results.items()]

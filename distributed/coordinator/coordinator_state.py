@@ -111,6 +111,7 @@ class CoordinatorSettings:
 
 class _Result(msgspec.Struct, frozen=True):
     value: float
+    steps: int | None = None
 
 
 #: The handlers of the coordinator's messages, called after the checks of membership and speaker. A handler of requests
@@ -174,7 +175,7 @@ class CoordinatorState:
         coming = partial(self._membership.coming, within_s=RETURN_S)
         self._groups = ProcessGroups(coming, self._describe, self._barriers.waiting_at)
         self._news = ClusterNews(self._membership)
-        self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
+        self._results = dict(records.load(_RESULT, _Result))
         self._dumped_at_s: float | None = None
         self._has_lost_state = False
 
@@ -290,7 +291,8 @@ class CoordinatorState:
             steps_total=steps_total,
             variables=tuple(one for one in self._directory.variables() if one.kind != "run"),
             traffic=largest(self._traffic.totals()),
-            results=dict(self._results),
+            results={name: result.value for name, result in self._results.items()},
+            result_steps={name: result.steps for name, result in self._results.items() if result.steps is not None},
             health=tuple(health for _, health in sorted(self._watch.health.items())),
             away=self._membership.away(),
             left=self._membership.left_in_all,
@@ -391,12 +393,12 @@ class CoordinatorState:
 
     @REQUESTS.handles(Report)
     def _report(self, report: Report, event: Asked) -> Ok:
-        self._put_result(report.name, report.value)
+        self._put_result(report.name, _Result(report.value))
         return Ok()
 
-    def _put_result(self, name: str, value: float) -> None:
-        self._results[name] = value
-        self._records.put(_RESULT + name, _Result(value))
+    def _put_result(self, name: str, result: _Result) -> None:
+        self._results[name] = result
+        self._records.put(_RESULT + name, result)
 
     @REQUESTS.handles(SaveChanges)
     def _save_changes(self, request: SaveChanges, event: Asked) -> list[Command]:
@@ -496,7 +498,7 @@ class CoordinatorState:
     @NOTICES.handles(TrainingEvent)
     def _note_event(self, told: TrainingEvent, event: Told) -> list[Command]:
         for name, value in told.metrics.items():
-            self._put_result(f"{told.kind}/{name}", value)
+            self._put_result(f"{told.kind}/{name}", _Result(value, told.steps))
         self._news.add(event.at_s, told.kind, told.task, told.text)
         return []
 

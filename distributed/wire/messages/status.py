@@ -108,6 +108,7 @@ class Status(Message, frozen=True):
     `away`  live tasks without a connection: it has ended, or the task has not yet rejoined after the coordinator's
             restart; each has until its deadline to rejoin
     `left`  number of tasks that have left, including the ones no longer listed
+    `result_steps`  of results that a `Trainer` reported: the number of steps of its run that they come after
     `not_finite`  the first non-finite loss of each run and metric
     `costs`  of the newest process of each task that has run more than one part of a step, also after it has left
     `snapshot`  the newest one since the coordinator's own start
@@ -128,6 +129,7 @@ class Status(Message, frozen=True):
     not_finite: tuple[NotFinite, ...] = ()
     costs: tuple[PartCosts, ...] = ()
     snapshot: SnapshotSize | None = None
+    result_steps: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from dflow.dashboard.dashboard_record import GIVE_UP_S, MOST_EVENTS, DashboardRecord, PageUpdate
@@ -320,3 +321,16 @@ def test_results_such_as_those_of_evaluations_are_curves_with_a_value_for_each_c
         return points["values"].get(SeriesName("", "auc", "").id)
 
     assert [shown(), shown(auc=0.5), shown(auc=0.5), shown(auc=0.75, other=1.0)] == [None, 0.5, None, 0.75]
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_the_value_of_an_evaluation_is_at_its_own_step_also_if_it_is_the_same_again(value: float) -> None:
+    run, name = SimulatedRun(), "evaluation/auc"
+    told = []
+    for steps in (125, 125, 250):
+        updates = run.look(results={name: value}, result_steps={name: steps})
+        told.append([one.data["step"] for one in updates if name in one.data.get("values", ())])
+        assert any("steps/s" in one.data.get("values", ()) for one in updates)
+    assert told == [[125], [], [250]]
+    (series,) = run.record.history.json([name])["series"]
+    assert series["step"] == [125, 250]

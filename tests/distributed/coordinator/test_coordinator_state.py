@@ -34,6 +34,7 @@ from dflow.distributed.wire.messages.roster import (
 )
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, PartCosts, Report, Status
+from dflow.distributed.wire.messages.training import TrainingEvent
 from dflow.distributed.wire.messages.variables import ReadVariables
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
@@ -156,6 +157,16 @@ def test_traffic_and_results_are_in_the_status_after_the_task_has_left() -> None
     state.handle(PeerClosed(2.0, 10, "reset"))
     now = status(state, 7.0)
     assert (now.now_s, now.traffic, now.results) == (7.0, (sent,), {"accuracy": 0.75})
+
+
+def test_a_result_of_an_evaluation_has_its_step_and_one_that_is_reported_has_none() -> None:
+    state = cluster()
+    for steps in (125, 250):
+        state.handle(Told(1.0, 10, TrainingEvent("fit", WORKER0, "evaluation", steps, {"auc": 0.5})))
+    state.handle(Asked(1.0, 10, 1, Report("accuracy", 0.5)))
+    now = status(state, 2.0)
+    assert now.results == {"evaluation/auc": 0.5, "accuracy": 0.5}
+    assert now.result_steps == {"evaluation/auc": 250}
 
 
 def test_what_parts_cost_a_task_is_in_the_status_after_it_has_left() -> None:
