@@ -151,10 +151,12 @@ class LocalHome:
             earlier = self._named.get(variable.name)
         if earlier is None or earlier.type == variable.type:
             return None
+        first = f"\n  it was first made{at(earlier.loc)}" if earlier.loc is not None else ""
         return (
             f"variable {variable.name!r} holds {earlier.type}, but is created again with {variable.type}"
-            f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n"
-            "  give one of them another name, or delete the first, and the functions and optimizers that use it"
+            f"{at(variable.loc)}{first}\n"
+            "  give one of them another name or `prefix=`, or delete the first, and the functions and optimizers that "
+            "use it"
         )
 
     def read(self, variable: Variable) -> jax.Array:

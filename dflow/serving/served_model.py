@@ -8,6 +8,7 @@ tried again when its files change; at each look, if this process could not open 
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -116,16 +117,20 @@ class ServedModel:
                     self.current, self.is_gone = new, False
 
                 swap(change)
+        is_served = old is not None
         if new is not None:
             self._replaced(old, new)
+            del old
+            gc.collect()  # its programs and constants are in cycles
         if not versions:
-            return f"{self.name}: {self.folder} holds no export" + ("; it is served from memory" if old else "")
+            return f"{self.name}: {self.folder} holds no export" + ("; it is served from memory" if is_served else "")
         return self.refused.get(max(versions))
 
     def _replaced(self, old: ServedVersion | None, new: ServedVersion) -> None:
         """End the old version, not in `_changing`: its calls take as long as they take."""
         if old is not None:
             old.close()
+            old.free()
         ended = f"; version {old.number} is unloaded" if old is not None else ""
         self._report(f"{self.name}: version {new.number} is served{ended}")
 
@@ -150,12 +155,15 @@ class ServedModel:
             if number < least or (is_known and files == self._tried.get(number)):
                 continue
             self._tried[number] = files
+            version = None
             try:
                 version = ServedVersion(self.name, number, path, self._settings, self._observer)
             except (DflowError, OSError, ValueError, RuntimeError) as error:
                 if _is_of_the_process(error):
                     del self._tried[number]  # its files are not the reason
                 self._refuse(number, f"{self.name}: version {number} is refused: {error}")
+            if version is None:
+                gc.collect()  # what it loaded is in cycles, and in the frames of the error
                 continue
             self.refused.pop(number, None)
             for note in version.notes:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import jax
@@ -25,6 +26,8 @@ from dflow.tracing.errors import ConfigError, ExportError
 
 #: Threads that call a function without batches: one prepares and answers while the other waits for the device.
 _THREADS = 2
+#: Numbers of loads. A version whose files were replaced is loaded again beside its earlier self.
+_loads = count(1)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class ServedVersion:
         # Precision is of a thread: models of both kinds are served beside each other.
         self._precision = partial(jax.enable_x64, True) if wide_arrays(read_manifest(path)) else nullcontext
         with self._precision():
-            self.number, self._loaded = number, load(path)
+            # A prefix for each load: other versions and models may have variables of these names, of other shapes.
+            self.number, self._loaded = number, load(path, prefix=f"{model}/{number}/load_{next(_loads)}/")
         self.refused: dict[str, str] = {}
         self.notes: list[str] = []
         self._count_lock, self._updates, self._saved_updates = threading.Lock(), 0, 0
@@ -117,6 +121,11 @@ class ServedVersion:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         closed = [queue.close(None if until is None else until - time.monotonic()) for queue in self.queues.values()]
         return all(closed)
+
+    def free(self) -> None:
+        """Free the values of the variables; no call is in progress, and none may follow."""
+        for variable in self._loaded.variables.values():
+            variable.forget(f"is gone: version {self.number} was unloaded")
 
     def _count_update(self) -> None:
         with self._count_lock:

@@ -334,7 +334,7 @@ def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
     if held.type != type:
         raise VariableError(
             f"variable {key!r} exists and holds {held.type}, but is created again with {type}; "
-            "give one of them another name"
+            "give one of them another name or `prefix=`"
         )
 
 

@@ -280,6 +280,9 @@ def test_a_name_taken_with_another_type_is_refused_with_both_lines(here: LocalHo
         Variable(jnp.ones(2, jnp.int32), name="w")
     assert first.read().tolist() == [1.0] * 3
     assert list(here.store.table.entries) == [first.key]
+    first.loc = None  # made by a command, say
+    with pytest.raises(VariableError, match=r"i32\[2\]\n  at .*:\d+\n  give one of them another name or `prefix=`"):
+        Variable(jnp.ones(2, jnp.int32), name="w")
 
 
 def test_a_name_is_free_again_when_its_variable_is_gone(here: LocalHome) -> None:
