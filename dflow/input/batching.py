@@ -57,9 +57,9 @@ def batches(
     HDF5 is read batch by batch; other columns are converted once, without a copy where their library allows that.
 
     Raises InputError if `size` or `epochs` is not an integer of at least 1, or `data` cannot be shuffled or repeated as
-    requested; with its name for a column of another number of rows, with missing values (but floats, where they are
-    NaN), or of values other than numbers, strings and bytes; and during iteration, if elements of a batch differ in
-    structure or shape.
+    requested, or has no whole batch to repeat without end; with its name for a column of another number of rows, with
+    missing values (but floats, where they are NaN), or of values other than numbers, strings and bytes; and during
+    iteration, if elements of a batch differ in structure or shape.
     """
     return Batches(data, size, shuffle, seed, epochs, drop_remainder)
 
@@ -84,6 +84,12 @@ class Batches:
         object.__setattr__(self, "_columns", columns_of(self.data))
         if self._columns is None:
             _check_elements(self)
+        if self.epochs is None and self.drop_remainder and self._is_indexed() and 0 < self._count() < self.size:
+            raise InputError(
+                f"batches without end: expected at least the {self.size} rows of a batch, got {self._count()}",
+                "give a smaller size, or leave drop_remainder out",
+                at=caller(),
+            )
 
     def __iter__(self) -> Iterator[Any]:
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):

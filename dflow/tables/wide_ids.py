@@ -78,7 +78,7 @@ def _array(ids: Any, what: str) -> np.ndarray[Any, Any]:
             f"{what}: expected rows of one length, got rows of several lengths", "pad them with an id of their own"
         ) from None
     if isinstance(ids, np.ma.MaskedArray) and ids.mask.any():
-        raise _missing("a masked id", np.argwhere(ids.mask)[0], what)
+        raise _missing("a masked id", np.argwhere(ids.mask)[0], what, of_numbers=array.dtype.kind in "iuf")
     if not array.size and array.dtype == np.float64:
         return array.astype(np.int64)
     return array.astype(object) if array.dtype.kind in "UST" else array
@@ -98,7 +98,7 @@ def _no_ids(array: np.ndarray[Any, Any], what: str) -> InputError:
     if array.dtype.kind == "f" or array.dtype == object:
         for place, id in np.ndenumerate(array):
             if _is_missing(id):
-                return _missing(str(id), place, what)
+                return _missing(str(id), place, what, of_numbers=array.dtype != object or _has_numbers(array))
     if array.dtype == object:
         are_strings = isinstance(array.flat[0], str | bytes)
         for place, id in np.ndenumerate(array):
@@ -111,16 +111,21 @@ def _no_ids(array: np.ndarray[Any, Any], what: str) -> InputError:
                 return InputError(
                     f"{what}: expected {'strings' if are_strings else 'integers'} alone, got {id!r} "
                     f"({type(id).__name__}){_at(place)}",
-                    "convert them first, for instance by column.astype(str)",
+                    f"convert them first, for instance by column.astype({'int' if isinstance(id, float) else 'str'})",
                 )
-    return InputError(f"{what}: expected integers or strings, got {array.dtype}", "convert them first")
+    return InputError(f"{what}: expected integers or strings, got {array.dtype}", "convert them first: ids.astype(int)")
 
 
-def _missing(id: str, place: Any, what: str) -> InputError:
+def _missing(id: str, place: Any, what: str, *, of_numbers: bool) -> InputError:
+    own = "fillna(-1).astype(int)" if of_numbers else "fillna('')"
     return InputError(
         f"{what}: expected integers or strings, got {id}{_at(place)}",
-        "leave its row out, or give the missing an id of their own, such as column.fillna('') in pandas",
+        f"leave its row out, or give the missing an id of their own, such as column.{own} in pandas",
     )
+
+
+def _has_numbers(array: np.ndarray[Any, Any]) -> bool:
+    return any(isinstance(id, int | np.integer) for id in array.flat)
 
 
 def _at(place: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ IDS: dict[str, tuple[Any, str]] = {
     "ragged": ([["a"], ["b", "c"]], "rows of one length, got .*"),
     "columns": ({"user": ["a"]}, "one column, got a dict of 1"),
     "floats": (np.array([1.5]), "got float64"),
+    "a float among integers": (np.array([1, 1.0], object), r"integers alone, got 1.0 \(float\) at \(1,\)"),
 }
 
 
@@ -129,6 +131,20 @@ def test_a_missing_id_of_pandas_is_named_with_its_column() -> None:
         column = pd.Series([1, None] if dtype == "Int64" else ["a", None], name="user", dtype=dtype)
         with pytest.raises(dflow.InputError, match=r"wide ids of column 'user': expected .* got .* at \(1,\)"):
             dflow.wide_ids(column)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "Int64", "object"])
+def test_the_remedy_of_a_missing_id_works(dtype: str) -> None:
+    pd = pytest.importorskip("pandas")
+    column = pd.Series(["a", None] if dtype == "object" else [1, None], dtype=dtype)
+    filled, remedy = (
+        (column.fillna(""), "fillna('')")
+        if dtype == "object"
+        else (column.fillna(-1).astype(int), "fillna(-1).astype(int)")
+    )
+    with pytest.raises(dflow.InputError, match=re.escape(f"such as column.{remedy} in pandas")):
+        dflow.wide_ids(column)
+    assert dflow.wide_ids(filled).high.shape == (2,)
 
 
 def test_a_table_names_itself_and_the_place_of_a_missing_id() -> None:

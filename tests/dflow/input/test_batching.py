@@ -106,6 +106,8 @@ def test_iterables_without_end_and_epochs_without_end_are_batched() -> None:
     forever = batches([1, 2, 3], 2, epochs=None)
     assert [batch.tolist() for batch in itertools.islice(forever, 4)] == [[1, 2], [3], [1, 2], [3]]
     assert list(batches([], 2, epochs=None)) == []
+    with pytest.raises(dflow.InputError, match="expected at least the 5 rows of a batch, got 3"):
+        batches({"x": np.ones((3, 2))}, 5, epochs=None, drop_remainder=True)
     with pytest.raises(TypeError, match="without end"):
         len(forever)
 
