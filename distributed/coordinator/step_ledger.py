@@ -104,9 +104,14 @@ class LedgerCopy(msgspec.Struct, frozen=True):
     rounds: dict[str, tuple[int, int]] = {}
 
     @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """The number of steps or rounds done, and of all, in each run of training."""
+        return {name: (run.done, run.total_steps) for name, run in self.runs.items() if run.is_training} | self.rounds
+
+    @property
     def steps_done(self) -> int:
         """Number of steps and rounds done in these runs."""
-        return _done(self.runs.values()) + sum(done for done, _ in self.rounds.values())
+        return sum(done for done, _ in self.counts.values())
 
     @property
     def has_training(self) -> bool:
@@ -166,6 +171,10 @@ class StepLedger:
     def copy(self) -> LedgerCopy:
         """Return a copy of the runs, made while no worker runs a step."""
         return LedgerCopy({name: run.record(is_copy=True) for name, run in self._runs.items()}, dict(self._rounds))
+
+    def steps_done_in(self, copy: LedgerCopy) -> int:
+        """Return the number of steps done in a copy, with those before the first of a trainer's run, as in a status."""
+        return self._plans.steps(copy.counts)[0]
 
     def return_to(self, copy: LedgerCopy) -> None:
         """Return the runs to a copy; the claims made since are void, and workers that wait for steps still wait."""
@@ -536,10 +545,6 @@ class _LedgerRun:
 
     def _key(self, task: str) -> str:
         return f"{_WORKER}{task}\n{self.name}"
-
-
-def _done(runs: Iterable[_RunRecord | _LedgerRun]) -> int:
-    return sum(run.done for run in runs if run.is_training)
 
 
 def _pairs(numbers: IndexSet) -> tuple[tuple[int, int], ...]:

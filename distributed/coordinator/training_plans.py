@@ -7,7 +7,7 @@ run begins at the plan's first step or later.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
@@ -67,6 +67,17 @@ class TrainingPlans:
                 done_of[part[1]] += done
         totals = [done_of[name] if plan.is_over else plan.total for name, plan in self._plans.items()]
         return others[0] + sum(done_of.values()), others[1] + sum(totals)
+
+
+def resumed_plans(records: DurableRecords, runs: Collection[str]) -> Iterator[tuple[str, TrainingPlan]]:
+    """Yield the records of the plans that have a part among `runs`, for a cluster that goes on with these, with keys.
+
+    Other plans begin where their program says. None is over: the program tells that again.
+    """
+    begun = {part[1] for run in runs if (part := _PART.fullmatch(run)) is not None}
+    for key, plan in records.load(_PLAN, TrainingPlan):
+        if key in begun:
+            yield _PLAN + key, msgspec.structs.replace(plan, is_over=False)
 
 
 _PLAN = "training plan/"

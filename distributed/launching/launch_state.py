@@ -16,8 +16,9 @@ from typing import TypeVar
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
-from dflow.distributed.coordinator.durable_records import SHELL, Change, replacing
+from dflow.distributed.coordinator.durable_records import SHELL, Change, DurableRecords, replacing
 from dflow.distributed.coordinator.snapshots.resumption import Snapshot, newest_snapshot, resumed
+from dflow.distributed.coordinator.training_plans import TrainingPlans
 from dflow.lowering.files.owner_lock import OwnerLock
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import ConfigError
@@ -61,14 +62,15 @@ class LaunchState:
             rows = store.load()
             launch = _decoded(rows, _LAUNCH, _LaunchRecord(""))
             snapshot = None if launch.is_finished else newest_snapshot(rows)
+            begun = resumed(rows, snapshot)
             if snapshot is not None:
                 self._check(launch, snapshot, stock)
-                news = f"the job goes on from snapshot {snapshot.number}, {_moment(snapshot)}"
+                news = f"the job goes on from snapshot {snapshot.number}, {_moment(snapshot, begun)}"
             elif launch.is_finished:
                 news = f"the job whose snapshots are in {self._folder} has finished; this one starts from the beginning"
             else:
                 news = f"{self._folder} has no complete snapshot; the job starts from the beginning"
-            changes = replacing(rows, resumed(rows, snapshot))
+            changes = replacing(rows, begun)
             store.write([*(Change(*change) for change in changes.items()), self._launch()])
         finally:
             store.close()
@@ -115,10 +117,11 @@ class LaunchState:
             self._lock.release(remove=True)
 
 
-def _moment(snapshot: Snapshot) -> str:
-    """Describe the moment of a snapshot."""
+def _moment(snapshot: Snapshot, begun: Mapping[str, bytes]) -> str:
+    """Describe the moment of a snapshot; `begun` are the records of the cluster that begins with it."""
     if snapshot.ledger.has_training:
-        return f"with {snapshot.ledger.steps_done} steps done"
+        done, _ = TrainingPlans(DurableRecords(begun)).steps(snapshot.ledger.counts)
+        return f"with {done} steps done"
     return "from before the first step of a run; a dflow.CheckpointManager restores its newest checkpoint"
 
 

@@ -142,7 +142,8 @@ class Recovery:
         if jobs:
             expected = {task_name(job, index) for job, count in jobs.items() for index in range(count)}
             self._unexpected = tuple(task for task in self._committed.tasks if task not in expected)
-        done, where = self._committed.ledger.steps_done, ", ".join(map(short_task_name, self._committed.tasks))
+        done = self._ledger.steps_done_in(self._committed.ledger)
+        where = ", ".join(map(short_task_name, self._committed.tasks))
         made = f"made {age_s:.0f} s before the last record of that cluster, with {done} steps done"
         return [Log(f"resuming snapshot {number}, {made}; {where} load it when all have joined")]
 

@@ -7,7 +7,9 @@ Invariants:
   one;
 - a snapshot from before the first run of a strategy has no count of the steps in its state, which a program of another
   loop may have changed. The variable with the program's own count is then made again, so that the program restores its
-  newest checkpoint.
+  newest checkpoint;
+- the plan of a trainer that the snapshot has steps of is known from the beginning, so that the progress of a part is
+  not taken for that of the whole run.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import msgspec
 
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.coordinator.step_ledger import LedgerCopy, copied_runs
+from dflow.distributed.coordinator.training_plans import resumed_plans
 from dflow.distributed.coordinator.variable_directory import placed_again
 from dflow.distributed.wire.messages.status import VariableInfo
 
@@ -73,8 +76,9 @@ def resumed(rows: Mapping[str, bytes], snapshot: Snapshot | None) -> dict[str, b
 
     rows  records of the earlier cluster
     """
-    before = DurableRecords(rows).load_one(EPOCH, Epoch())
-    kept = Epoch(before.epoch, before.number)
+    before = DurableRecords(rows)
+    counted = before.load_one(EPOCH, Epoch())
+    kept = Epoch(counted.epoch, counted.number)
     records = DurableRecords()
     if snapshot is None:
         records.put(EPOCH, kept)
@@ -83,7 +87,8 @@ def resumed(rows: Mapping[str, bytes], snapshot: Snapshot | None) -> dict[str, b
         records.put(SNAPSHOT, snapshot)
         is_counted = snapshot.ledger.has_training
         placed = [info for info in snapshot.placed if is_counted or not info.name.startswith(PROGRESS)]
-        for key, record in (*placed_again(placed), *copied_runs(snapshot.ledger)):
+        plans = resumed_plans(before, snapshot.ledger.counts)
+        for key, record in (*placed_again(placed), *copied_runs(snapshot.ledger), *plans):
             records.put(key, record)
     found: dict[str, bytes] = {}
     apply_changes(found, records.take_changes())

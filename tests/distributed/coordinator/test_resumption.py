@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.roster import Roster
-from dflow.distributed.wire.messages.rounds import Claimed
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.snapshots import AwaitRecovery, Recovered, StateLoaded
+from dflow.distributed.wire.messages.training import TrainingPlan
 from tests.distributed.coordinator.recovering_tasks import JOBS, PS, WORKER, Tasks, claim
 
 
@@ -34,6 +37,27 @@ def start_all(tasks: Tasks) -> None:
 
 def joining(tasks: Tasks) -> object:
     return tasks.ask(AwaitRecovery(WORKER, is_joining=True))
+
+
+PLAN = TrainingPlan("fit", WORKER, 50, 300)
+
+
+def test_the_progress_of_a_trainer_that_goes_on_is_that_of_its_whole_run() -> None:
+    tasks = Tasks()
+    tasks.tell(WORKER, PLAN)
+    tasks.tell(WORKER, TrainingPlan("of later", WORKER, 0, 1000))
+    assert tasks.ask(ClaimSteps("fit 50-100", WORKER, 50, 1)) == Claimed(0, 12)
+    tasks.ask(ClaimSteps("fit 50-100", WORKER, 50, 2, 1, 12))
+    tasks.snapshot()
+    tasks.tell(WORKER, msgspec.structs.replace(PLAN, is_over=True))
+    tasks.end_all()
+    start_all(tasks)
+    assert any("with 62 steps done" in line for line in tasks.log)
+    for told in ([], [msgspec.structs.replace(PLAN, first=100)]):
+        for plan in told:
+            tasks.tell(WORKER, plan)
+        status = tasks.state.status(tasks.now_s)
+        assert (status.steps_done, status.steps_total) == (62, 300)
 
 
 def test_new_processes_go_on_from_the_snapshot() -> None:

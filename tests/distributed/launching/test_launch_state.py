@@ -11,8 +11,10 @@ from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.coordinator.snapshots.resumption import Snapshot, newest_snapshot
 from dflow.distributed.launching.launch_state import LaunchState
+from dflow.distributed.wire.messages.rounds import ClaimSteps
+from dflow.distributed.wire.messages.training import TrainingPlan
 from dflow.tracing.errors import ConfigError
-from tests.distributed.coordinator.recovering_tasks import PS, Tasks, claim
+from tests.distributed.coordinator.recovering_tasks import PS, WORKER, Tasks, claim
 
 STOCK = {"ps": 2}
 
@@ -22,6 +24,10 @@ def run(state: LaunchState) -> None:
     tasks = Tasks()
     claim(tasks, 1)
     claim(tasks, 2, 1, 15)
+    commit(state, tasks)
+
+
+def commit(state: LaunchState, tasks: Tasks) -> None:
     tasks.snapshot()
     store = SqliteStore(state.path)
     store.write([Change(*row) for row in tasks.rows.items()])
@@ -47,6 +53,19 @@ def test_the_next_launch_goes_on_from_the_snapshot(tmp_path: Path) -> None:
         assert snapshot is not None
         assert snapshot.tasks == PS
         assert not any(key.startswith("life/") for key in rows)
+        later.close()
+
+
+def test_the_steps_of_a_trainer_count_from_the_beginning_of_its_run(tmp_path: Path) -> None:
+    first, tasks = LaunchState(tmp_path, "train.py", STOCK), Tasks()
+    tasks.tell(WORKER, TrainingPlan("fit", WORKER, 50, 300))
+    tasks.ask(ClaimSteps("fit 50-100", WORKER, 50, 1))
+    tasks.ask(ClaimSteps("fit 50-100", WORKER, 50, 2, 1, 12))
+    commit(first, tasks)
+    first.close()
+    for _ in range(2):
+        later = LaunchState(tmp_path, "train.py", STOCK)
+        assert later.news == "the job goes on from snapshot 1, with 62 steps done"
         later.close()
 
 
