@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,6 +56,9 @@ from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.initial_value import Initial
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
+
+#: What an interactive session adds: its last error, and `Out` of IPython, hold what they show.
+_KEPT = "\n  the last error may keep it too: run this line again; so may a notebook's Out: %xdel its name, not del"
 
 #: What the devices of this process cost; they are measured when a function first asks for a choice among them.
 METER = Meter()
@@ -156,7 +160,7 @@ class LocalHome:
             f"variable {variable.name!r} holds {earlier.type}, but is created again with {variable.type}"
             f"{at(variable.loc)}{first}\n"
             "  give one of them another name or `prefix=`, or delete the first, and the functions and optimizers that "
-            "use it"
+            f"use it{_KEPT if hasattr(sys, 'ps1') else ''}"
         )
 
     def read(self, variable: Variable) -> jax.Array:

@@ -285,6 +285,16 @@ def test_a_name_taken_with_another_type_is_refused_with_both_lines(here: LocalHo
         Variable(jnp.ones(2, jnp.int32), name="w")
 
 
+def test_an_interactive_session_is_told_what_else_keeps_a_variable(
+    here: LocalHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Variable(jnp.ones(3), name="w")
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    with pytest.raises(VariableError, match=r"that use it\n  the last error may keep it too: .*%xdel"):
+        Variable(jnp.ones(2), name="w")
+    assert first.read().tolist() == [1.0] * 3
+
+
 def test_a_name_is_free_again_when_its_variable_is_gone(here: LocalHome) -> None:
     Variable(jnp.ones(3), name="w")
     gc.collect()
