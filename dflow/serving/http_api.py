@@ -381,7 +381,9 @@ async def _small_body(request: Request) -> bytes:
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
-    text = f"there is no {request.method} {request.url.path}; there is POST /v2/models/NAME/infer, and GET {_READ}"
+    text = (
+        f"there is no {request.method} {request.url.path or '/'}; there is POST /v2/models/NAME/infer, and GET {_READ}"
+    )
     return _refused(RefusedRequest(404, text))
 
 

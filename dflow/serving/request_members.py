@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dflow.serving.json_errors import members_fault
 from dflow.tracing.near_names import did_you_mean
 
 
@@ -104,7 +105,7 @@ def decode_members(data: bytes | memoryview, kind: type[Members], subject: str =
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         found = _UNKNOWN.fullmatch(str(error))
         if found is None:
-            raise RefusedRequest(400, _not_finite(data) or f"{subject}'s JSON: {error}") from None
+            raise RefusedRequest(400, _not_finite(data) or f"{subject}'s JSON: {members_fault(error)}") from None
         given, group, index = found.groups()
         if group is not None:
             kind_of, name = (SentTensor, WantedOutput)[group == "outputs"], _name_of(data, group, int(index))

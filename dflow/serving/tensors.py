@@ -18,6 +18,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from dflow.serving.json_errors import list_fault
 from dflow.serving.request_members import (
     INPUT_CHECKS,
     OUTPUT_CHECKS,
@@ -158,8 +159,9 @@ def _from_json(subject: str, data: bytes, dtype: np.dtype[Any], shape: Sequence[
         with np.errstate(over="ignore"):  # found below
             array = _array_of_list(data, dtype, depth)
     except (msgspec.MsgspecError, OverflowError, ValueError) as error:
+        got = list_fault(error, is_whole=len(data) <= _PIECE_BYTES)
         raise RefusedRequest(
-            400, f"{subject}: expected {datatype_of(dtype)} of shape {list(shape)}, got {error}"
+            400, f"{subject}: expected {datatype_of(dtype)} of shape {list(shape)}, got {got}"
         ) from None
     if dtype.kind not in "biu" and not np.isfinite(array.astype(np.float64)).all():
         raise RefusedRequest(400, f"{subject}: expected numbers that {datatype_of(dtype)} can hold, got a larger one")
