@@ -172,6 +172,10 @@ class StepLedger:
         """Return a copy of the runs, made while no worker runs a step."""
         return LedgerCopy({name: run.record(is_copy=True) for name, run in self._runs.items()}, dict(self._rounds))
 
+    def resume(self, copy: LedgerCopy) -> None:
+        """Begin with the rounds of a copy, whose runs are in the records, for a status before tasks return to it."""
+        self._rounds = dict(copy.rounds)
+
     def steps_done_in(self, copy: LedgerCopy) -> int:
         """Return the number of steps done in a copy, with those before the first of a trainer's run, as in a status."""
         return self._plans.steps(copy.counts)[0]

@@ -142,6 +142,7 @@ class Recovery:
         if jobs:
             expected = {task_name(job, index) for job, count in jobs.items() for index in range(count)}
             self._unexpected = tuple(task for task in self._committed.tasks if task not in expected)
+        self._ledger.resume(self._committed.ledger)
         done = self._ledger.steps_done_in(self._committed.ledger)
         where = ", ".join(map(short_task_name, self._committed.tasks))
         made = f"made {age_s:.0f} s before the last record of that cluster, with {done} steps done"

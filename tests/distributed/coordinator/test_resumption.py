@@ -7,7 +7,7 @@ import msgspec
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.roster import Roster
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, RoundsDone
 from dflow.distributed.wire.messages.snapshots import AwaitRecovery, Recovered, StateLoaded
 from dflow.distributed.wire.messages.training import TrainingPlan
 from tests.distributed.coordinator.recovering_tasks import JOBS, PS, WORKER, Tasks, claim
@@ -48,16 +48,25 @@ def test_the_progress_of_a_trainer_that_goes_on_is_that_of_its_whole_run() -> No
     tasks.tell(WORKER, TrainingPlan("of later", WORKER, 0, 1000))
     assert tasks.ask(ClaimSteps("fit 50-100", WORKER, 50, 1)) == Claimed(0, 12)
     tasks.ask(ClaimSteps("fit 50-100", WORKER, 50, 2, 1, 12))
+    tasks.tell(WORKER, RoundsDone("fit 100-150", WORKER, 3, 50, 1))
     tasks.snapshot()
     tasks.tell(WORKER, msgspec.structs.replace(PLAN, is_over=True))
     tasks.end_all()
-    start_all(tasks)
-    assert any("with 62 steps done" in line for line in tasks.log)
-    for told in ([], [msgspec.structs.replace(PLAN, first=100)]):
-        for plan in told:
-            tasks.tell(WORKER, plan)
-        status = tasks.state.status(tasks.now_s)
-        assert (status.steps_done, status.steps_total) == (62, 300)
+    tasks.join(WORKER)
+    tasks.tick(tasks.settings.heartbeat_timeout_s)
+    assert progress(tasks) == (65, 300), "before the tasks load it"
+    for task in PS:
+        tasks.join(task)
+    tasks.settle()
+    assert any("with 65 steps done" in line for line in tasks.log)
+    assert progress(tasks) == (65, 300), "before the trainer begins"
+    tasks.tell(WORKER, msgspec.structs.replace(PLAN, first=100))
+    assert progress(tasks) == (65, 300)
+
+
+def progress(tasks: Tasks) -> tuple[int, int]:
+    status = tasks.state.status(tasks.now_s)
+    return status.steps_done, status.steps_total
 
 
 def test_new_processes_go_on_from_the_snapshot() -> None:
