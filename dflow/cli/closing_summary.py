@@ -17,7 +17,7 @@ from dflow.cli.tables import make_table, size_text
 from dflow.dashboard.looks import type_text
 from dflow.dashboard.traffic import grouped_traffic
 from dflow.distributed.coordinator.membership import FINISHED
-from dflow.distributed.wire.messages.status import Status
+from dflow.distributed.wire.messages.status import Status, WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name
 
 #: Most rows of the table of tasks; one more row counts the others by their end.
@@ -48,6 +48,7 @@ def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
     columns = ("task", ">joined", ">left", "end", *((">steps", ">step time", "metrics") if workers else ()))
     table = make_table("", *columns)
     rows = ends_of_tasks(status, ends)
+    processes = Counter(row.task for row in rows)
     if len(rows) > MOST_TASKS:
         rows.sort(key=lambda row: row.why in (FINISHED, "live"))
     for row in rows[:MOST_TASKS]:
@@ -55,12 +56,17 @@ def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
         if row.is_newest and (worker := workers.get(row.task)) is not None:
             metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
             step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
-            cells += [f"{worker.steps} ({worker.dropped} dropped)" if worker.dropped else str(worker.steps), step_time]
-            cells.append(Text(metrics))
+            cells += [_steps(worker, is_again=processes[row.task] > 1), step_time, Text(metrics)]
         table.add_row(*cells)
     if rest := Counter(row.why for row in rows[MOST_TASKS:]):
         table.add_row(f"{rest.total()} more", "", "", ", ".join(f"{n} {why}" for why, n in rest.most_common(3)))
     return table
+
+
+def _steps(worker: WorkerProgress, *, is_again: bool) -> str:
+    """Return the number of steps of a worker, which is that of all its processes if it was started again."""
+    dropped = f" ({worker.dropped} dropped)" if worker.dropped else ""
+    return f"{worker.steps}{dropped}{' in all' if is_again else ''}"
 
 
 def _largest(status: Status) -> Iterator[Text]:

@@ -24,8 +24,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import LISTENING
+from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.dashboard_sidecar import NAME as DASHBOARD
 from dflow.distributed.launching.dashboard_sidecar import SERVING, DashboardSidecar
@@ -37,6 +40,7 @@ from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.transport.base import Transport
+from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.distributed.wire.messages.status import GetStatus, Status
 from dflow.tracing.accepted_faults import NOT_FINITE, SHORT
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
@@ -143,6 +147,8 @@ class _Launch:
         self._dashboard: DashboardSidecar | None = None
         self._client: CoordinatorClient | None = None
         self._status: Status | None = None
+        #: By life of a task that was started again, how its process ended.
+        self._ended: dict[int, str] = {}
         #: Whether the launcher ends all tasks, so that the coordinator's lines tell what follows from that.
         self._is_ending = False
 
@@ -165,7 +171,7 @@ class _Launch:
         self._poll_status()
         self._end(self._servers)
         self._poll_status()
-        self._view.show_end(self._status, self._ends(self._workers))
+        self._view.show_end(_with_ends(self._status, self._ended), self._ends(self._workers))
         return self._verdict([task.status for task in self._workers if task.status is not None]) or self._faults()
 
     def end_early(self, remedy: str) -> None:
@@ -179,7 +185,7 @@ class _Launch:
                     task.end = describe_end(status)
         if self._coordinator.running is not None and self._coordinator.running.poll() is None and self._address:
             self._poll_status()
-        self._view.show_end(self._status, self._ends(self._everyone))
+        self._view.show_end(_with_ends(self._status, self._ended), self._ends(self._everyone))
         if remedy:
             self._view.show_event(remedy)
 
@@ -294,12 +300,19 @@ class _Launch:
         if pause_s is None:
             return False
         task.running, task.due_s = None, now_s + pause_s
+        self._note_end(task, describe_end(status))
         when = f"in {pause_s:g} s" if pause_s else "immediately"
         self._view.show_event(
             f"{task.name} ended: {describe_end(status)}; it is started again {when} "
             f"(restart {task.restarts.in_a_row} of {task.restarts.limit})"
         )
         return True
+
+    def _note_end(self, task: _Task, end: str) -> None:
+        """Note how the newest process of a task that has joined ended, unless that is known."""
+        lives = [info.life for info in self._status.tasks if info.task == task.task] if self._status else []
+        if lives:
+            self._ended.setdefault(max(lives), end)
 
     def _has_joined(self, task: _Task) -> bool:
         """Whether the task was ever in the cluster; true when the coordinator has never answered."""
@@ -375,6 +388,18 @@ def _how_to_go_on(plan: LaunchPlan) -> str:
         "the next launch goes on from the checkpoints that its script restores, as a dflow.CheckpointManager does; "
         "--snapshots FOLDER keeps the state of task servers too"
     )
+
+
+def _with_ends(status: Status | None, ended: Mapping[int, str]) -> Status | None:
+    """Return the status with the ends of processes, by life, in place of what the coordinator saw of them."""
+    if status is None:
+        return None
+
+    def known(info: TaskInfo) -> TaskInfo:
+        is_failed = info.left_at_s is not None and info.left not in NORMAL_ENDS
+        return replace(info, left=ended[info.life]) if is_failed and info.life in ended else info
+
+    return replace(status, tasks=tuple(map(known, status.tasks)))
 
 
 def _end_with_cause(status: int, tail: Sequence[str]) -> str:

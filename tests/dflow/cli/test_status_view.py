@@ -180,7 +180,7 @@ def test_the_summary_shows_earlier_processes_of_a_task_and_what_was_not_finite()
     assert "Not finite: loss nan in run_0, first at step 37 on worker:0" in shown
     assert [line.split() for line in shown.splitlines() if line.startswith(" worker:0")] == [
         ["worker:0", "0.5", "s", "2.0", "s", "killed"],
-        ["worker:0", "3.0", "s", "live", "40", "12.3", "ms", "loss", "0.5"],
+        ["worker:0", "3.0", "s", "live", "40", "in", "all", "12.3", "ms", "loss", "0.5"],
     ]
 
 

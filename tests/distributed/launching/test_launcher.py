@@ -14,12 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import dflow
 from dflow.distributed.launching.launch_plan import LaunchPlan
-from dflow.distributed.launching.launcher import _Launch
+from dflow.distributed.launching.launcher import _Launch, _with_ends
 from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.distributed.wire.messages.rounds import NotFinite
+from dflow.distributed.wire.messages.status import Status
 from dflow.tracing.accepted_faults import accepted
 from tests.distributed.processes import Spawned, exists, wait_for_end
 
@@ -494,6 +497,25 @@ def test_what_a_coordinator_tells_of_tasks_that_are_being_ended_is_only_logged(i
     ending.end_early("")
     lines = [("coordinator", "before"), ("coordinator", "no worker takes part in it any more")]
     assert (shown, logged) == ((lines[:1], lines[1:]) if is_running else (lines, []))
+
+
+def test_the_end_of_a_process_that_was_started_again_is_the_one_that_the_launcher_saw() -> None:
+    unused: Any = None
+    shown: list[str] = []
+    view: Any = SimpleNamespace(show_event=shown.append)
+    plan = LaunchPlan("script.py", jobs={"worker": 2}, restarts={"worker": 3})
+    launched = _Launch(Stopped(), plan, unused, view, unused)
+    worker = launched._workers[0]
+    before = TaskInfo(worker.task, "h:1", 1.0, life=0)
+    other = TaskInfo(launched._workers[1].task, "h:2", 1.0, life=1)
+    launched._status = Status(5.0, (before, other), (), (), 0, 0, (), (), {})
+    assert launched._is_started_again(worker, -signal.SIGKILL)
+    assert launched._is_started_again(worker, 1), "one that never joined, whose end is not that of the first"
+    lost = "the other side closed the connection: its process has ended"
+    left = replace(before, left_at_s=4.0, left=lost), replace(other, left_at_s=4.0, left=lost)
+    found = _with_ends(replace(launched._status, tasks=(*left, replace(before, life=2))), launched._ended)
+    assert found is not None
+    assert [info.left for info in found.tasks] == ["killed by SIGKILL", lost, ""]
 
 
 def test_programs_are_killed_concurrently() -> None:
