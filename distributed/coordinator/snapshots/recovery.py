@@ -37,12 +37,7 @@ from dflow.distributed.coordinator.snapshots.recovery_waits import (
 from dflow.distributed.coordinator.snapshots.resumption import BEGINNING, EPOCH, SNAPSHOT, Epoch, Snapshot
 from dflow.distributed.coordinator.snapshots.return_attempt import ReturnAttempt
 from dflow.distributed.coordinator.snapshots.snapshot_attempt import SnapshotAttempt, overdue
-from dflow.distributed.coordinator.snapshots.snapshot_schedule import (
-    AFTER_PAUSE_S,
-    LACKING_S,
-    PAUSE_S,
-    SnapshotSchedule,
-)
+from dflow.distributed.coordinator.snapshots.snapshot_schedule import AFTER_PAUSE_S, PAUSE_S, SnapshotSchedule
 from dflow.distributed.coordinator.snapshots.step_pauses import StepPauses
 from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.variable_directory import MOST_NAMED, VariableDirectory
@@ -306,9 +301,7 @@ class Recovery:
     def _end_capture(self, attempt: SnapshotAttempt, at_s: float) -> list[Command]:
         if missing := attempt.missing:
             commands = self._abandon("")
-            if lacking := self._schedule.lacking(missing, at_s):
-                names, was = ", ".join(lacking[:MOST_NAMED]), "was" if len(lacking) == 1 else "were"
-                why = f"{names} {was} placed, and not created in {LACKING_S:g} s"
+            if why := self._schedule.lacking(missing, at_s):
                 commands.append(Log(f"no snapshot can be made: {why}"))
             return commands
         attempt.begin_writing(at_s)

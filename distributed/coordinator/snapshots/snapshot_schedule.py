@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from dflow.distributed.coordinator.variable_directory import MOST_NAMED
+
 #: Limit of the time until a pause for a snapshot is reached, in s.
 PAUSE_S = 10.0
 #: Time to the next attempt at a snapshot after one that failed, in s: it doubles with each failure in a row, up to the
@@ -66,12 +68,15 @@ class SnapshotSchedule:
         if not math.isnan(self._retry_s):
             self._not_before_s, self._retry_s = at_s + self._retry_s, math.nan
 
-    def lacking(self, names: Collection[str], at_s: float) -> list[str]:
-        """Note the names that an attempt lacked; return once those that all attempts for `LACKING_S` have lacked."""
+    def lacking(self, names: Collection[str], at_s: float) -> str:
+        """Note the names that an attempt lacked; name once those that all attempts for `LACKING_S` have lacked."""
         self._lacking_s = {name: self._lacking_s.get(name, at_s) for name in names}
         found = [name for name, since_s in self._lacking_s.items() if at_s - since_s >= LACKING_S and not self._is_told]
-        self._is_told = self._is_told or bool(found)
-        return found
+        if not found:
+            return ""
+        self._is_told = True
+        was = "was" if len(found) == 1 else "were"
+        return f"{', '.join(found[:MOST_NAMED])} {was} placed, and not created in {LACKING_S:g} s"
 
     def complete(self, names: Collection[str], changes: int) -> None:
         """Note that a snapshot with these names, and with this number of changes, is complete."""
