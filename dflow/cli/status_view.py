@@ -59,7 +59,9 @@ def progress_line(status: Status, steps_per_s: float) -> str:
         for worker in status.workers
         if worker.task in live and worker.step_s
     ]
-    return "  ".join([*parts, *([prepared] if prepared else [])])
+    # A job that goes on has steps before its tasks are up.
+    present = _present(status) if status.expected and not steps_worked(status) else ""
+    return "  ".join([*parts, *filter(None, [present, prepared])])
 
 
 #: Function from a run's end to its closing tables, from its status and how each process ended, by full task name.
@@ -148,8 +150,8 @@ class PlainView:
         if status is None:
             return
         rate = self._rate.add(status.now_s, status.steps_done, steps_worked(status))
-        counts = (status.steps_done, status.steps_total) if status.steps_total else _present(status)
-        news = counts, _prepared(status)
+        present = "" if status.steps_total and steps_worked(status) else _present(status)
+        news = status.steps_done, status.steps_total, present, _prepared(status)
         if status.now_s - self._shown_at_s >= (SAME_LINE_S if news == self._shown else PLAIN_LINE_S):
             self._shown_at_s, self._shown = status.now_s, news
             self._print(progress_line(status, rate))

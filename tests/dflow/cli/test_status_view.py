@@ -62,6 +62,13 @@ def test_progress_has_steps_rate_mean_loss_and_step_times() -> None:
     assert line == "step 60/100  12.3 steps/s  loss 0.7500  worker:0 12.3 ms  worker:1 25.0 ms"
 
 
+def test_progress_of_a_job_that_goes_on_names_the_tasks_that_have_not_come() -> None:
+    began = status(workers=(), expected=(WORKERS[2],))
+    assert progress_line(began, 0.0) == "step 60/100  0.0 steps/s  3 of 4 tasks are up; waiting for worker:2"
+    assert progress_line(status(workers=()), 0.0) == "step 60/100  0.0 steps/s"
+    assert "waiting for" not in progress_line(status(expected=(WORKERS[2],)), 0.0)
+
+
 def test_the_closing_tables_name_losses_that_were_not_finite() -> None:
     found = NotFinite(37, "loss", float("nan"), "run_0", WORKERS[1])
     shown = printed(status(not_finite=(found,)))
