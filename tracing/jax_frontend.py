@@ -349,7 +349,7 @@ def tracers_of(trace: Any) -> list[Any]:
 
 def is_of_program(holder: Any) -> bool:
     """Whether an object is a traced program or a part of one."""
-    return isinstance(holder, (jex.Jaxpr, jex.ClosedJaxpr, jex.JaxprEqn, WrappedFun))
+    return isinstance(holder, (*_JAXPRS, jex.JaxprEqn, WrappedFun))
 
 
 def line_of_tracer(tracer: Any) -> Loc | None:

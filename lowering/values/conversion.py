@@ -10,7 +10,7 @@ import numpy as np
 from dflow.tracing.errors import CheckpointError
 
 #: The kinds of numbers; an array becomes one of the same kind or of a later one.
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+_KINDS: tuple[Any, ...] = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def can_convert(saved: Any, held: Any) -> bool:
