@@ -57,7 +57,7 @@ from dflow.tracing.state.initial_value import Initial
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
 
-#: What an interactive session adds: its last error, and `Out` of IPython, hold what they show.
+#: Added in an interactive session: its last error, and `Out` of IPython, hold the values that they show.
 _KEPT = "\n  the last error may keep it too: run this line again; so may a notebook's Out: %xdel its name, not del"
 
 #: What the devices of this process cost; they are measured when a function first asks for a choice among them.

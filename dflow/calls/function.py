@@ -225,7 +225,7 @@ class Function(Generic[P, R]):
             check_numbers(*self._leaves_and_names(args, kwargs))
 
     def _refused_integer(self, args: Any, kwargs: Any) -> Exception | None:
-        """Return the error about an integer of Python among the arguments for which JAX raised OverflowError."""
+        """Return the error about the argument, an integer of Python, that made JAX raise OverflowError."""
         return refusal_of_integers(*self._leaves_and_names(args, kwargs))
 
     @contextmanager

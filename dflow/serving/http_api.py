@@ -47,7 +47,7 @@ _MOST_ON_LOOP = 1 << 20
 #: Most bytes of a request about the repository.
 _MOST_SMALL = 1 << 16
 _AGAIN = {"Retry-After": "1"}
-#: The addresses that a request for an unknown path is told.
+#: The addresses in the answer to a request for an unknown path.
 _READ = "/v2/models/NAME, /v2/health/ready and /metrics"
 Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]

@@ -212,7 +212,7 @@ def restored_together(
 ) -> Restored:
     """Return what `restore` gives, which restores variables from a checkpoint on each process of the group.
 
-    variables  those that are restored, of which those of the group are compared
+    variables  all that are restored; the values of the group's are compared
     restore    calls its argument between reading all values and setting them: it raises if another process has failed
     raises     on all when it fails on one, before any sets a variable: DamagedCheckpoint if it cannot be read, else
                TaskLost or CheckpointError; StrategyError if the values differ, or other processes do something else

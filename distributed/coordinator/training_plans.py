@@ -36,7 +36,7 @@ class TrainingPlans:
         self._records.put(_PLAN + plan.run, plan)
 
     def to_run_again(self, undone: Counts, before: Counts, counts: Counts) -> dict[str, tuple[int, int]]:
-        """Return the runs that no worker repeats by itself, with their plan in place of its parts, and their counts.
+        """Return the runs that the program must run again, with their plan in place of its parts, and their counts.
 
         undone  runs that were complete, and are not any more
         before  the counts when they were; a plan that was not complete goes on, and repeats its parts

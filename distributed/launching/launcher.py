@@ -391,7 +391,7 @@ def _how_to_go_on(plan: LaunchPlan) -> str:
 
 
 def _with_ends(status: Status | None, ended: Mapping[int, str]) -> Status | None:
-    """Return the status with the ends of processes, by life, in place of what the coordinator saw of them."""
+    """Return the status with the ends of processes, by life, in place of the reasons that the coordinator has."""
     if status is None:
         return None
 

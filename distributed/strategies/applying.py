@@ -164,7 +164,7 @@ def refuse_own_training(function: Any, name: str, trained: Iterable[Any]) -> Non
     _refuse_own(function, trained, f", which the loaded function {name!r} trains,", "load")
 
 
-def _refuse_own(holder: Any, variables: Iterable[Any], said: str, remedy: str) -> None:
+def _refuse_own(holder: Any, variables: Iterable[Any], use: str, remedy: str) -> None:
     """In a `shared_step`, raise VariableError if one of the variables is of this process only; else note its holder."""
     shared = _shared.get()
     variable = next(filter(is_own if shared is None else shared.is_own, variables), None)
@@ -172,7 +172,7 @@ def _refuse_own(holder: Any, variables: Iterable[Any], said: str, remedy: str) -
         _traced_outside.add(holder)
     elif variable is not None and shared is not None:
         raise VariableError(
-            f"variable {variable.name!r}{said} lives in this process, so that the other workers would train variables "
+            f"variable {variable.name!r}{use} lives in this process, so that the other workers would train variables "
             f"of their own",
             f"{remedy} it within {shared.where}",
             at=variable.loc,

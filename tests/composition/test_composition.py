@@ -44,7 +44,7 @@ def rooms() -> Iterator[Callable[[Room], Any]]:
         yield open_room
 
 
-# Each pair compiles a function of its own that is written at the same line.
+# Each pair compiles another function that is written at the same line.
 @pytest.mark.filterwarnings("ignore:.*makes a new function of it each time:dflow.RetraceWarning")
 @pytest.mark.parametrize(("use", "kind"), PAIRS)
 def test_a_pair_is_right_or_refused_with_a_remedy_that_works(

@@ -1,4 +1,4 @@
-"""Faults planted in what happens at the named moments, and while the coordinator cannot write; see `mutations`."""
+"""Faults planted at the named moments, and in writes of the coordinator that fail; see `mutations`."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class RoundsWorker(TrainingWorker):
         settings = AccumulatorSettings(Reduction.SUM, wanted)
         for host in self._ps:
             tickets = f", {wanted} rows of i32[{_TICKETS}]" * (len(self._ps) - 1 if host == self._host else 0)
-            # As in `round_gradients`: a repeated update takes the gradients of its own opening.
+            # As in `round_gradients`: a repeated update takes the gradients of the same opening.
             type = f"accumulator<i32[{PLACES}]{tickets}>"
             self.create(host, CreateResource(self._key(host), type, settings, is_saved=False))
         names = {host: name_of(host) for host in self._ps}

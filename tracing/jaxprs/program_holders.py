@@ -19,7 +19,7 @@ _OURS = ("jax", "jaxlib", "dflow")
 
 
 def only_programs_keep(holders: Sequence[Any], ignored: Collection[int]) -> bool:
-    """Whether each way from the holders of a value to what keeps them ends in a program of JAX.
+    """Whether all chains of references to the holders of a value begin in a program of JAX.
 
     ignored  the `id` of each list that the caller looks with
 

@@ -66,7 +66,7 @@ class Recovery:
     """The snapshots of one cluster, kept in `records`; the newest committed one is the last.
 
     every_s  time between two snapshots; 0 for none
-    doing    returns what a task last said that it works on; empty if nothing is known
+    doing    returns a description of a task's present work; empty if nothing is known
     """
 
     def __init__(

@@ -12,7 +12,7 @@ PAUSE_S = 10.0
 #: Time to the next attempt at a snapshot after one that failed, in s: it doubles with each failure in a row, up to the
 #: interval between snapshots. After a pause that was not reached, at least the second time, since other workers waited.
 RETRY_S, AFTER_PAUSE_S = 1.0, 2 * PAUSE_S
-#: Time for which attempts lack a name before the log says so, in s: a program traces before it creates its variables.
+#: A name that attempts lack for this time is logged, in s: a program traces before it creates its variables.
 LACKING_S = 30.0
 
 
@@ -33,7 +33,7 @@ class SnapshotSchedule:
         self.failures = 0
         #: Time before which none begins; the time to the next attempt, if one has just failed.
         self._not_before_s, self._retry_s = -math.inf, math.nan
-        #: By name that the attempts since the newest complete snapshot lack, since when; whether the log has said so.
+        #: When the attempts since the newest complete snapshot began to lack each name; whether the log has them.
         self._lacking_s: dict[str, float] = {}
         self._is_told = False
 
@@ -69,7 +69,7 @@ class SnapshotSchedule:
             self._not_before_s, self._retry_s = at_s + self._retry_s, math.nan
 
     def lacking(self, names: Collection[str], at_s: float) -> str:
-        """Note the names that an attempt lacked; name once those that all attempts for `LACKING_S` have lacked."""
+        """Note the names that an attempt lacked; once, return a text of the names that were lacking for `LACKING_S`."""
         self._lacking_s = {name: self._lacking_s.get(name, at_s) for name in names}
         found = [name for name, since_s in self._lacking_s.items() if at_s - since_s >= LACKING_S and not self._is_told]
         if not found:

@@ -122,7 +122,7 @@ def with_vjp(scale: Callable[[Any], Any]) -> Any:
     return fn
 
 
-#: What a rule closes over, and what it does with it.
+#: Functions with a rule, by the kind of value that the rule closes over.
 CLOSED_OVER: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "array": lambda batch: lambda x: (x * batch).sum(),
     "dict": lambda batch: (lambda held: lambda x: (x * held["a"]).sum())({"a": batch}),

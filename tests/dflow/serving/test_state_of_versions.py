@@ -23,12 +23,12 @@ IDS = dflow.spec("b", jnp.int32)
 
 
 def plain(rows: int) -> Any:
-    """Return a function of row numbers over a variable of `rows` rows, all of which hold `rows`."""
+    """Return a function of row numbers over a variable of `rows` rows, whose values are all `rows`."""
     return dflow.Variable(jnp.full((rows, 2), float(rows)), name="items").gather
 
 
 def embedding(rows: int, **options: Any) -> Any:
-    """Return a table of `rows` rows, all of which hold `rows`."""
+    """Return a table of `rows` rows, whose values are all `rows`."""
     return dflow.Embedding(rows, 2, initializer=jax.nn.initializers.constant(rows), name="items", **options)
 
 

@@ -106,7 +106,7 @@ def test_a_round_that_was_opened_before_a_return_is_not_done_after_it(
 def test_a_worker_that_comes_back_to_an_open_round_takes_no_other_element(
     tasks: Tasks, programs: list[Program], monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
-    """The worker leaves after its step in round 0, for which the other one has given nothing yet."""
+    """The worker leaves after its step in round 0, before the other one has given a gradient."""
     run = programs[0].run()
     next(run)
     run.close()
