@@ -198,7 +198,7 @@ class Connection:
     def _copied(self, frame: Frame) -> Frame | None:
         """Return the frame with its payload copied, so that the original can be released; None to send it uncopied."""
         size_bytes = len(frame.payload)
-        if size_bytes >= SHARED_FROM_BYTES and self._memory is not None:
+        if size_bytes >= SHARED_FROM_BYTES and self._memory is not None and self._memory.pool is not None:
             place = self._memory.pool.put(frame.payload)
             if place is not None:
                 return msgspec.structs.replace(frame, payload=place, on_released=None, is_shared=True)

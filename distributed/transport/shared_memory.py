@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflow.distributed.transport.addresses import Address, UnixAddress
-from dflow.distributed.transport.link import Limits
+from dflow.distributed.transport.link import LOGGER, Limits
 from dflow.distributed.wire.codec import Payload, SentPayload, parts_of
 from dflow.tracing.errors import TransportClosed, WireError
 
@@ -46,6 +46,7 @@ _PLACE = struct.Struct("<QQQ")
 PLACE_BYTES = _PLACE.size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MARK = b"M"
+_NO_MEMORY = b"-"
 
 
 class Blocks:
@@ -173,19 +174,28 @@ class SharedView:
 
 
 class SharedMemory(NamedTuple):
-    """The shared memories of a connection: `pool` for sent payloads, `view` for received ones."""
+    """The shared memories of a connection: `pool` for sent payloads, `view` for received ones.
 
-    pool: SharedPool
-    view: SharedView
+    Each is None if the sending side could not make its memory; its payloads go over the socket.
+    """
+
+    pool: SharedPool | None
+    view: SharedView | None
 
     @classmethod
     def agree(cls, sock: socket.socket, size_bytes: int) -> SharedMemory:
         """Exchange memories with the other side, which calls this too; raises WireError, TransportClosed or OSError."""
-        pool = SharedPool(size_bytes)
         try:
-            return cls(pool, SharedView(_swap_descriptors(sock, pool.descriptor)))
+            pool = SharedPool(size_bytes)
+        except OSError as error:  # a limit on the size of files holds for memory too
+            LOGGER.warning("no shared memory of %d bytes: %s; payloads go over the socket", size_bytes, error)
+            theirs = _swap_descriptors(sock, None)
+            return cls(None, None if theirs is None else SharedView(theirs))
+        try:
+            theirs = _swap_descriptors(sock, pool.descriptor)
         finally:
             os.close(pool.descriptor)  # the memory stays mapped here
+        return cls(pool, None if theirs is None else SharedView(theirs))
 
 
 def may_share(address: Address, limits: Limits) -> bool:
@@ -193,11 +203,19 @@ def may_share(address: Address, limits: Limits) -> bool:
     return isinstance(address, UnixAddress) and limits.shared_bytes > 0
 
 
-def _swap_descriptors(sock: socket.socket, descriptor: int) -> int:
-    """Send `descriptor` and return the other side's; raises TransportClosed, WireError or OSError."""
-    socket.send_fds(sock, [_MARK], [descriptor])
+def _swap_descriptors(sock: socket.socket, descriptor: int | None) -> int | None:
+    """Send `descriptor`, or that there is none; return the other side's, if it has one.
+
+    raises  TransportClosed, WireError, OSError
+    """
+    if descriptor is None:
+        sock.sendall(_NO_MEMORY)
+    else:
+        socket.send_fds(sock, [_MARK], [descriptor])
     mark, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
-    if len(descriptors) == 1 and mark == _MARK:
+    if mark == _NO_MEMORY and not descriptors:
+        return None
+    if mark == _MARK and len(descriptors) == 1:
         return descriptors[0]
     for one in descriptors:
         os.close(one)

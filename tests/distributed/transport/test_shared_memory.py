@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflow.distributed.transport import shared_memory
 from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.shared_memory import (
     GRAIN_BYTES,
@@ -99,9 +101,32 @@ def test_two_sides_swap_their_memories() -> None:
     with one, other, ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(SharedMemory.agree, other, SIZE)
         mine = SharedMemory.agree(one, SIZE)
+        view = theirs.result(DEADLINE_S).view
+        assert mine.pool is not None
+        assert view is not None
         place = mine.pool.put(b"from one")
         assert place is not None
-        assert bytes(theirs.result(DEADLINE_S).view.take(place, SIZE)) == b"from one"
+        assert bytes(view.take(place, SIZE)) == b"from one"
+
+
+@pytest.mark.parametrize("unable", [1, 2])
+def test_a_side_that_cannot_make_memory_sends_by_the_socket(monkeypatch: pytest.MonkeyPatch, unable: int) -> None:
+    put, placed, left = SharedPool.put, [], iter(range(unable))
+
+    class Pool(SharedPool):
+        def __init__(self, size_bytes: int) -> None:
+            if next(left, None) is not None:
+                raise OSError(errno.EFBIG, "File too large")
+            super().__init__(size_bytes)
+
+    monkeypatch.setattr(shared_memory, "SharedPool", Pool)
+    monkeypatch.setattr(SharedPool, "put", lambda pool, payload: placed.append(put(pool, payload)) or placed[-1])
+    transport = SocketTransport()
+    listener = transport.listen("unix:", name="server", handler=Recorder(echo))
+    peer = reach(transport, listener.address, Recorder())
+    assert len(peer.call(Ok(), bytes(SHARED_FROM_BYTES), timeout_s=DEADLINE_S).payload) == SHARED_FROM_BYTES
+    assert len(placed) == 2 - unable
+    listener.close()
 
 
 def test_a_side_that_offers_no_memory_is_told() -> None:
