@@ -14,6 +14,7 @@ import pytest
 
 import dflow
 from dflow.distributed import Async
+from dflow.loggers.logger import Logger
 from tests.distributed.waiting import DEADLINE_S
 
 ROWS = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
@@ -67,3 +68,10 @@ def warned(text: str, call: Callable[[], Any]) -> None:
     with pytest.warns(RuntimeWarning, match=text) as caught:
         call()
     assert all(Path(one.filename).name.startswith("test_") for one in caught)
+
+
+def write(log: Logger, *entries: tuple[int, Any]) -> None:
+    """Log each step's values and flush: the thread may meet what it warns of before the flush, or in it."""
+    for step, values in entries:
+        log.log(step, values)
+    log.flush()

@@ -9,6 +9,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 import dflow
 from dflow.loggers import MLflow, WandB
-from tests.dflow.loggers.small_runs import trained, warned
+from tests.dflow.loggers.small_runs import trained, warned, write
 from tests.distributed.waiting import until
 
 pytestmark = [
@@ -83,14 +84,12 @@ def test_a_store_that_fails_is_a_warning(store: str, monkeypatch: pytest.MonkeyP
         log.flush()
         with monkeypatch.context() as broken:
             broken.delattr(mlflow.MlflowClient, "log_batch")
-            log.log(1, 1)
-            warned(r"MLflow: file.*, digits: expected to write, got AttributeError", log.flush)
-        log.log(2, 1)
-        warned("writes again; 1 entries are lost", log.flush)
+            text = r"MLflow: file.*, digits: expected to write, got AttributeError"
+            warned(text, partial(write, log, (1, 1)))
+        warned("writes again; 1 entries are lost", partial(write, log, (2, 1)))
         with monkeypatch.context() as broken:
             broken.delattr(mlflow.MlflowClient, "log_batch")
-            log.log(3, 1)
-            warned("expected to write", log.flush)
+            warned("expected to write", partial(write, log, (3, 1)))
     (run,) = runs(store, "digits")
     assert run.info.status == "FINISHED"
     assert [step for step, _ in history(store, run.info.run_id, "loss")] == [0, 2]

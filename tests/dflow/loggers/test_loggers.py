@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dflow.loggers import CSV, Print, logger, writer_thread
 from dflow.loggers.writer_thread import WriterThread
 from dflow.testing import memory_cluster
 from dflow.trainer import trainer as trainer_module
-from tests.dflow.loggers.small_runs import Later, trained, warned
+from tests.dflow.loggers.small_runs import Later, trained, warned, write
 from tests.disk_faults import FAULTS
 from tests.distributed.waiting import DEADLINE_S, until
 
@@ -113,8 +114,7 @@ def test_an_odd_metric_is_a_warning_once_and_ends_nothing(tmp_path: Path) -> Non
             )
         ]
         numbers = {"nan": math.nan, "inf": jnp.inf, "minus": -np.inf, "large": 10**400, "half": jnp.bfloat16(0.5)}
-        log.log(3, numbers)
-        warned("metric 'large' could not be read: int too large", log.flush)
+        warned("metric 'large' could not be read: int too large", partial(write, log, (3, numbers)))
     read = rows_of(tmp_path / "log.csv")
     assert read[:2] == [{"step": 0, "loss": 1, "flag": 1}, {"step": 1, "loss": 1, "flag": 1}]
     assert math.isnan(read[2].pop("nan"))
@@ -127,8 +127,8 @@ def test_a_value_whose_computation_failed_is_a_warning(tmp_path: Path) -> None:
     deleted = jnp.ones(())
     with CSV(tmp_path / "log.csv") as log:
         deleted.delete()
-        log.log(0, {"loss": deleted, "other": 1})
-        warned("metric 'loss' could not be read: Array has been deleted", log.flush)
+        entry = 0, {"loss": deleted, "other": 1}
+        warned("metric 'loss' could not be read: Array has been deleted", partial(write, log, entry))
     assert rows_of(tmp_path / "log.csv") == [{"step": 0, "other": 1}]
 
 
@@ -198,11 +198,10 @@ def test_a_disk_that_fails_is_a_warning_and_later_values_are_written(tmp_path: P
         log.log(0, {"loss": 1})
         log.flush()
         with FAULTS.within(tmp_path, first=1, count=100):
-            log.log(1, {"loss": 2, "new": 1})
-            log.log(2, {"loss": 3})
-            warned(rf"(?s)CSV: {path}: expected to write, got OSError.*training goes on", log.flush)
-        log.log(3, {"loss": 4})
-        warned(r"log.csv: writes again; \d entries are lost", log.flush)
+            entries = (1, {"loss": 2, "new": 1}), (2, {"loss": 3})
+            text = rf"(?s)CSV: {path}: expected to write, got OSError.*training goes on"
+            warned(text, partial(write, log, *entries))
+        warned(r"log.csv: writes again; \d entries are lost", partial(write, log, (3, {"loss": 4})))
     assert rows_of(path) == [{"step": 0, "loss": 1}, {"step": 3, "loss": 4}]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 import dflow
 from dflow.loggers import TensorBoard
-from tests.dflow.loggers.small_runs import Later, trained, warned
+from tests.dflow.loggers.small_runs import Later, trained, warned, write
 
 pytest.importorskip("tensorboardX")
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -159,8 +160,12 @@ def test_histograms_of_odd_arrays(tmp_path: Path) -> None:
         board.histogram(0, "none", jnp.full(3, math.nan))
         board.histogram(0, "half", jnp.ones((2, 2), jnp.bfloat16))
         board.histogram(0, "empty", np.zeros(0))
-        board.histogram(0, "key", jax.random.key(0))
-        warned("histogram 'key' could not be made", board.flush)
+
+        def key() -> None:
+            board.histogram(0, "key", jax.random.key(0))
+            board.flush()
+
+        warned("histogram 'key' could not be made", key)
         warned("metric 'array': expected a real scalar, got an array", lambda: board.log(1, {"array": np.ones(2)}))
     found = read(tmp_path)
     assert sorted(found.Tags()["histograms"]) == ["half", "mixed"]
@@ -222,8 +227,8 @@ def test_a_profile_of_chosen_steps(tmp_path: Path) -> None:
     with TensorBoard(tmp_path / "unended", profile=(1, 30)) as board:
         board.log(1, 0)
         other = TensorBoard(tmp_path / "other", profile=(1, 30))
-        other.log(1, 0)
-        warned("the profile could not be started", other.close)
+        warned("the profile could not be started", partial(write, other, (1, 0)))
+        other.close()
     assert [*tmp_path.glob("unended/plugins/profile/*/*.xplane.pb")]
 
 
@@ -235,12 +240,11 @@ def test_a_disk_that_takes_no_more_is_a_warning_and_later_values_are_written(tmp
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, limits[1]))  # within the next record
         try:
-            board.log(1, {"loss": 2})
-            warned(rf"TensorBoard: {tmp_path}: expected to write, got OSError: .*File too large", board.flush)
+            text = rf"TensorBoard: {tmp_path}: expected to write, got OSError: .*File too large"
+            warned(text, partial(write, board, (1, {"loss": 2})))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        board.log(2, {"loss": 3})
-        warned(r"writes again; \d entries are lost", board.flush)
+        warned(r"writes again; \d entries are lost", partial(write, board, (2, {"loss": 3})))
     assert curve(tmp_path, "loss") == [(0, 1), (2, 3)]
 
 
