@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.calls.function import jit
 from dflow.tables.growing_table import (
     counts,
     find,
@@ -21,6 +20,7 @@ from dflow.tables.growing_table import (
     refuse_found,
     rows_of,
     shape_of_ids,
+    vocabulary_of,
 )
 from dflow.tables.sharded_variable import ShardedVariable, checked_numbers, register
 from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
@@ -122,8 +122,7 @@ class Embedding(ShardedVariable):
     @property
     def vocabulary(self) -> Vocabulary | None:
         """The settings of its vocabulary; None if it has none."""
-        ids = getattr(self.shards[0], "vocabulary", None)
-        return None if ids is None else ids.config
+        return vocabulary_of(self)
 
     def find(self, ids: Any) -> FoundIds:
         """Find the rows of ids, to look them up in a step that trains the table: `table(found)`, `table.bag(found)`.
@@ -140,11 +139,6 @@ class Embedding(ShardedVariable):
     def counts(self) -> VocabularyCounts:
         """Numbers of ids found, admitted, evicted and so on. Raises VariableError if it has no vocabulary."""
         return counts(self)
-
-    def compiled(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled form of a function of the table, made once."""
-        made: dict[str, Callable[..., Any]] = self.__dict__.setdefault("_compiled", {})
-        return made.setdefault(what, jit(function))
 
     def _rows_found(self, ids: Any) -> jax.Array:
         if not isinstance(ids, FoundIds):

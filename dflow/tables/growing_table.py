@@ -7,12 +7,13 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.calls.function import jit
 from dflow.scopes import colocate_with
 from dflow.tables.bucket_load import MUCH_FREE, rows_for
 from dflow.tables.id_routing import route_ids
@@ -32,16 +33,12 @@ from dflow.tracing.source import as_code, caller
 from dflow.tracing.state.context import spread_here
 from dflow.tracing.state.resources import Variable, name
 
-if TYPE_CHECKING:
-    from dflow.tables.embedding import Embedding
-
-
 LOGGER = logging.getLogger("dflow")
 #: By table, the number of evictions when they were last warned of.
-_warned: weakref.WeakKeyDictionary[Embedding, int] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[ShardedVariable, int] = weakref.WeakKeyDictionary()
 
 
-def grow(table: Embedding, config: Vocabulary, initial: Callable[[], Any], named: str | None) -> None:
+def grow(table: ShardedVariable, config: Vocabulary, initial: Callable[[], Any], named: str | None) -> None:
     """Give each shard of a new table its ids. `named` is the name that the user gave the table."""
     if spread_here() is not None:
         raise VariableError(
@@ -78,7 +75,7 @@ def grow(table: Embedding, config: Vocabulary, initial: Callable[[], Any], named
             return jax.vmap(lambda place: row(place)[0])(rows + first)
 
         own = {kind: variable.shards[number] for kind, variable in made.items()}
-        shard.vocabulary = ShardVocabulary(shard, config, (buckets, first // each), values, own, ledger)
+        shard.hooks = ShardVocabulary(shard, config, (buckets, first // each), values, own, ledger)
 
 
 def key_of_literals(key: Any) -> Callable[[], Any]:
@@ -110,7 +107,7 @@ def refuse_found(ids: Any, table: str) -> None:
         )
 
 
-def find(table: Embedding, ids: Any) -> FoundIds:
+def find(table: ShardedVariable, ids: Any) -> FoundIds:
     """See `Embedding.find`."""
     _own_ids(table)
     wide = _wide(ids, table.name)
@@ -124,7 +121,7 @@ def find(table: Embedding, ids: Any) -> FoundIds:
         found = _find(table, wide)
         _report_refused(table, found)
         return found
-    compiled: FoundIds = table.compiled("find", lambda ids: _find(table, ids))(wide)
+    compiled: FoundIds = _compiled(_find, table)(wide)
     return compiled
 
 
@@ -140,7 +137,7 @@ def _wide(ids: Any, table: str) -> WideIds:
     return WideIds(high, low)
 
 
-def _find(table: Embedding, ids: WideIds) -> FoundIds:
+def _find(table: ShardedVariable, ids: WideIds) -> FoundIds:
     flat = WideIds(ids.high.reshape(-1), ids.low.reshape(-1))
     shape = np.shape(ids.low)
     if not flat.low.size:
@@ -165,26 +162,26 @@ def rows_of(found: FoundIds) -> jax.Array:
     rows = []
     for shard, looked in zip(table.shards, found.shards, strict=True):
         with colocate_with(shard):
-            now = shard.vocabulary.rows_now(looked)
+            now = shard.hooks.rows_now(looked)
             rows.append(first_rows(gather_p.bind(now, handle=shard.handle, once=False), looked.count))
     return jnp.take(jnp.concatenate(rows), found.places, axis=0, mode="clip").reshape(shape)
 
 
-def looked_up_only(table: Embedding, ids: Any) -> jax.Array:
+def looked_up_only(table: ShardedVariable, ids: Any) -> jax.Array:
     """The rows of ids, without a gradient for the table."""
     wide = _wide(ids, table.name)
     if is_tracing():
         return _look_up(table, wide)
-    rows: jax.Array = table.compiled("look up", lambda ids: _look_up(table, ids))(wide)
+    rows: jax.Array = _compiled(_look_up, table)(wide)
     return rows
 
 
-def _look_up(table: Embedding, ids: WideIds) -> jax.Array:
+def _look_up(table: ShardedVariable, ids: WideIds) -> jax.Array:
     rows: jax.Array = _untrained(rows_of(_find(table, ids)), table.name)
     return rows
 
 
-def counts(table: Embedding) -> VocabularyCounts:
+def counts(table: ShardedVariable) -> VocabularyCounts:
     """See `Embedding.counts`."""
     found = VocabularyCounts(*map(sum, zip(*(ids.counts() for ids in _own_ids(table)), strict=True)))
     if found.evicted >= 2 * _warned.get(table, 0) > 0 or (found.evicted and table not in _warned):
@@ -192,7 +189,7 @@ def counts(table: Embedding) -> VocabularyCounts:
     return found
 
 
-def _warn_of_full_buckets(table: Embedding, evicted: int) -> None:
+def _warn_of_full_buckets(table: ShardedVariable, evicted: int) -> None:
     """Log a warning if ids lose their rows although many rows are free: the first time, and when twice as many have."""
     shards = _own_ids(table)
     used, bucket = sum(int(ids.used_rows()) for ids in shards), shards[0].config.bucket
@@ -208,7 +205,7 @@ def _warn_of_full_buckets(table: Embedding, evicted: int) -> None:
     )
 
 
-def _report_refused(table: Embedding, found: FoundIds) -> None:
+def _report_refused(table: ShardedVariable, found: FoundIds) -> None:
     """Have the step log that the update before it refused ids a row: the first time, and each time that doubles it."""
     if not found.shards:
         return
@@ -230,12 +227,26 @@ def _report_refused(table: Embedding, found: FoundIds) -> None:
         jax.lax.cond(refused > 0, lambda: jax.debug.callback(log, refused), lambda: None)
 
 
-def _own_ids(table: Embedding) -> list[ShardVocabulary]:
-    if table.vocabulary is None:
+def _compiled(function: Callable[[ShardedVariable, WideIds], Any], table: ShardedVariable) -> Callable[[WideIds], Any]:
+    """Return the compiled form of a function of the table, made once."""
+    made: dict[Any, Callable[[WideIds], Any]] = table.__dict__.setdefault("_compiled", {})
+    if function not in made:
+        made[function] = jit(lambda ids: function(table, ids))
+    return made[function]
+
+
+def vocabulary_of(table: ShardedVariable) -> Vocabulary | None:
+    """Return the settings of the table's vocabulary; None if it has none."""
+    ids = getattr(table.shards[0], "hooks", None)
+    return ids.config if isinstance(ids, ShardVocabulary) else None
+
+
+def _own_ids(table: ShardedVariable) -> list[ShardVocabulary]:
+    if vocabulary_of(table) is None:
         raise VariableError(
             f"table {table.name!r} has no vocabulary", "make it with vocabulary=dflow.Vocabulary()", at=caller()
         )
-    return [shard.vocabulary for shard in table.shards]
+    return [shard.hooks for shard in table.shards]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

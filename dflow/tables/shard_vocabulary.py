@@ -29,10 +29,13 @@ from dflow.scopes import colocate_with
 from dflow.tables.id_routing import bucket_of
 from dflow.tables.vocabulary import ShardRows, Vocabulary, VocabularyCounts
 from dflow.tables.wide_ids import mixed
-from dflow.tracing.devices.device import with_state
+from dflow.tracing.devices.device import WITH_CALLER, device_scope, with_state
+from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.ir.each_once import mixed_bits
 from dflow.tracing.own_scopes import own_scope
+from dflow.tracing.rows.lookups import RowsFound
 from dflow.tracing.state.resources import Variable
+from dflow.tracing.state.variable_hooks import VariableHooks
 
 #: Number of new rows whose initial values are computed together: a step computes as many blocks as it has new ids.
 BLOCK = 64
@@ -49,7 +52,7 @@ def first_ledger() -> jax.Array:
     return jnp.zeros(_REFUSED_AT + 1, jnp.uint32).at[0].set(1)
 
 
-class ShardVocabulary:
+class ShardVocabulary(VariableHooks):
     """The ids of the rows of `shard`.
 
     config     the user's settings
@@ -75,8 +78,8 @@ class ShardVocabulary:
         self._ids, self._born, self._seen = saved["ids"], saved["born"], saved["seen"]
         self._row_count = shard.shape[0]
         self._own_buckets = self._row_count // (config.bucket + 1)
-        #: The optimizers that the shard has slots in.
-        self.optimizers: list[weakref.ref[Any]] = []
+        #: The optimizers that the shard has slots in, whose rows begin again with those of the shard.
+        self._optimizers: list[weakref.ref[Any]] = []
 
     def find(self, ids: Any, count: Any) -> ShardRows:
         """Return the rows of ids, u32[n, 2]; the first `count` count."""
@@ -98,11 +101,28 @@ class ShardVocabulary:
             shared = self._row(looked.rows // (self.config.bucket + 1), jnp.int32(self.config.bucket))
             return jnp.where(born <= looked.clock, looked.rows, shared)
 
-    def begin_update(self, update: Any, found: Sequence[ShardRows] | None) -> Any:
-        """Begin an update of the shard's rows by `update`; return bool[rows], the rows whose gradients are applied.
+    def gradient_rows(self, found: RowsFound) -> RowsFound:
+        """Have the indices, which the lookup found, known after it: an update must read what it changes later."""
+        with device_scope(self._shard.device or WITH_CALLER):
+            indices, rows = jax.lax.optimization_barrier((found.indices, found.rows))
+        return RowsFound(indices, rows, found.once)
 
-        found  what the gradients were computed from; None for a synchronous step, which none of the rows seen until now
-               can lose. The other rows have another id than the gradients
+    def note_slots(self, optimizer: Any) -> None:
+        """See `VariableHooks`."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def refuse_nothing_found(self) -> None:
+        """See `VariableHooks`."""
+        raise GraphTypeError(
+            f"apply: expected found=, the ids found in table {self._shard.name.rpartition('/')[0]!r}, got none",
+            "write found = table.find(ids) before the loss, look up table(found) in it, and call "
+            "optimizer.apply(gradients, found=found)",
+        )
+
+    def begin_update(self, update: Any, found: Sequence[ShardRows] | None) -> Any:
+        """Begin an update of the shard's rows; return a mask of those that still have the ids of the gradients.
+
+        In a synchronous step, none of the ids seen until now can have lost its row.
         """
         with with_state(), own_scope("begin update of", self._shard.name):
             seen_at = clock = self._clock()
@@ -115,10 +135,7 @@ class ShardVocabulary:
             return self._born.read() <= seen_at
 
     def admit(self, found: Sequence[ShardRows], update: Any = None) -> None:
-        """Note the use of ids, and give rows to ids without one: free rows, or rows of other ids.
-
-        update  the update that `begin_update` began, without the rows left out; None in a synchronous step
-        """
+        """Note the use of ids, and give rows to ids without one: free rows, or rows of other ids."""
         with with_state(), own_scope("admit to", self._shard.name):
             clock = self._clock()
             now = clock + 1 if update is None else clock
@@ -140,7 +157,7 @@ class ShardVocabulary:
             self._note_counts(counted, now)
 
     def restored(self) -> None:
-        """Note that the saved variables have other values: set the clock to a later time."""
+        """Set the clock to a later time than those restored."""
         self._set_late_clock()
 
     @jit
@@ -230,7 +247,7 @@ class ShardVocabulary:
         values = jnp.zeros((blocks * BLOCK, *self._shard.shape[1:]), self._shard.dtype)
         _, values = jax.lax.while_loop(lambda state: state[0] * BLOCK < ranks[-1], block, (jnp.int32(0), values))
         self._shard.scatter_update(rows, values)
-        for optimizer in filter(None, (reference() for reference in self.optimizers)):
+        for optimizer in filter(None, (reference() for reference in self._optimizers)):
             for slot, initial in optimizer.initial_rows(self._shard, values):
                 slot.scatter_update(rows, initial)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dflow.tables.cut_found import is_cut
-from dflow.tracing.errors import InputError, VariableError
+from dflow.tracing.errors import GraphTypeError, InputError, VariableError
 from dflow.tracing.near_names import suggests_fields
 from dflow.tracing.source import as_code, caller
 
@@ -95,6 +95,19 @@ class FoundIds:
     shape: tuple[int, ...]
     shards: Sequence[ShardRows]
     places: Any
+
+    def parts_for(self, optimizer: str, variables: Container[Any]) -> dict[Any, list[ShardRows]]:
+        """Return what was found, by shard, for an optimizer of `variables`. Raises GraphTypeError for another's."""
+        self.check_whole()
+        if not all(shard in variables for shard in self.table.shards):
+            raise GraphTypeError(
+                f"found: expected ids found in tables of {optimizer!r}, got ids found in {self.table.name!r}",
+                "give them to the optimizer of that table",
+            )
+        parts: dict[Any, list[ShardRows]] = {shard: [] for shard in self.table.shards}
+        for shard, part in zip(parts, self.shards, strict=bool(self.shards)):
+            parts[shard].append(part)
+        return parts
 
     def check_whole(self) -> None:
         """Raise InputError unless the arrays have the shapes that `find` gave them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -15,7 +14,6 @@ import optax
 
 from dflow.calls.function import jit
 from dflow.distributed.strategies.applying import current_applier, refuse_own_variables
-from dflow.tables.vocabulary import FoundIds
 from dflow.tracing.derivatives.uncalled import refuse_uncalled
 from dflow.tracing.devices.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError
@@ -30,7 +28,7 @@ from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.container import uncontained
 from dflow.tracing.state.initial_value import Initial
-from dflow.tracing.state.resources import RowIds, Variable, add_update, is_variable, read
+from dflow.tracing.state.resources import Variable, add_update, is_variable, read
 from dflow.tracing.state.variable_trees import structure_text
 from dflow.tracing.state.wire import check_codec, wire
 from dflow.training.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
@@ -107,8 +105,7 @@ class Optimizer:
         #: The transformation's state, with variables for arrays.
         self.slots = self._make_slots()
         for variable in self._variables:
-            if variable.vocabulary is not None:
-                variable.vocabulary.optimizers.append(weakref.ref(self))
+            variable.hooks.note_slots(self)
         #: The names of extra arguments with which the transformation was tried.
         self._checked: set[frozenset[str]] = set()
 
@@ -136,7 +133,7 @@ class Optimizer:
         that has no mean, such as a function.
         """
         refuse_own_variables(self)
-        by_shard = self._found_by_shard(found)
+        by_variable = self._found_by_variable(found)
         given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)
         extra = read(extra)
         applier = current_applier()
@@ -145,10 +142,10 @@ class Optimizer:
         if applier is not None:
             refuse_examples(given, self._variables)
             applier.apply(self, (self._tree.unflatten(given), as_averaged(extra)))
-            for shard, looked in by_shard.items():
-                _ids_of(shard).admit(looked)
+            for variable, looked in by_variable.items():
+                variable.hooks.admit(looked)
             return
-        self._update(given, extra, by_shard)
+        self._update(given, extra, by_variable)
 
     def apply_mean(self, given: Any) -> None:
         """Update the variables by the mean of the gradients and extra arguments that `apply` has handed to a strategy.
@@ -156,7 +153,7 @@ class Optimizer:
         The codec is not used again: each worker's gradients went through it before they were averaged.
         """
         gradients, extra = given
-        self._update(self._flat(gradients), extra)
+        self._update(self._flat(gradients), extra, {})
 
     @functools.cached_property
     def settings(self) -> tuple[str, ...]:
@@ -186,56 +183,38 @@ class Optimizer:
                 )
         return own
 
-    def _found_by_shard(self, found: Any) -> dict[Variable, list[Any]]:
-        """Return what was found in the shards of tables with a vocabulary. Raises GraphTypeError."""
-        given = [*found] if isinstance(found, list | tuple) else [found]
-        other = next((one for one in given if not isinstance(one, FoundIds)), None)
-        if other is not None:
-            raise GraphTypeError(
-                f"found: expected what table.find(ids) returned, or several of these, got {type(other).__name__}",
-                "write found = table.find(ids) before the loss, and pass that",
-            )
-        growing: dict[Variable, list[Any]] = {
-            variable: [] for variable in self._variables if variable.vocabulary is not None
-        }
-        for one in given:
-            one.check_whole()
-            for shard, looked in zip(one.table.shards, one.shards, strict=bool(one.shards)):
-                if shard not in growing:
-                    raise GraphTypeError(
-                        f"found: expected ids found in tables of {self.name!r}, got ids found in {one.table.name!r}",
-                        "give them to the optimizer of that table",
-                    )
-                growing[shard].append(looked)
-        tables = {shard for one in given for shard in one.table.shards}
-        if missing := [shard.name for shard in growing if shard not in tables]:
-            raise GraphTypeError(
-                f"apply: expected found=, the ids found in table {missing[0].rpartition('/')[0]!r}, got none",
-                "write found = table.find(ids) before the loss, look up table(found) in it, and call "
-                "optimizer.apply(gradients, found=found)",
-            )
-        return growing
+    def _found_by_variable(self, found: Any) -> dict[Variable, list[Any]]:
+        """Return what was found in each variable that `found` is about. Raises GraphTypeError if one needs more."""
+        by_variable: dict[Variable, list[Any]] = {}
+        own = {*self._variables}
+        for one in found if isinstance(found, list | tuple) else [found]:
+            parts_for = getattr(one, "parts_for", None)
+            if parts_for is None:
+                raise GraphTypeError(
+                    f"found: expected what table.find(ids) returned, or several of these, got {type(one).__name__}",
+                    "write found = table.find(ids) before the loss, and pass that",
+                )
+            for variable, parts in parts_for(self.name, own).items():
+                by_variable.setdefault(variable, []).extend(parts)
+        for variable in self._variables:
+            if variable not in by_variable:
+                variable.hooks.refuse_nothing_found()
+        return by_variable
 
-    def _update(self, given: list[Any], extra: dict[str, Any], found: dict[Variable, list[Any]] | None = None) -> None:
+    def _update(self, given: list[Any], extra: dict[str, Any], found: dict[Variable, list[Any]]) -> None:
         if not is_tracing() and not extra and (found or any(map(is_row_gradient, given))):
-            looked = None if found is None else [found.get(variable, []) for variable in self._variables]
-            self._update_compiled(given, looked)
+            self._update_compiled(given, [found.get(variable) for variable in self._variables])
         else:
             self._update_in_order(given, extra, found)
 
     @jit
-    def _update_compiled(self, given: list[Any], looked: list[list[Any]] | None) -> None:
+    def _update_compiled(self, given: list[Any], found: list[list[Any] | None]) -> None:
         """Update only the rows outside of traced code too."""
-        found = None
-        if looked is not None:
-            pairs = zip(self._variables, looked, strict=True)
-            found = {variable: list(one) for variable, one in pairs if variable.vocabulary is not None}
-        self._update_in_order(given, {}, found)
+        pairs = zip(self._variables, found, strict=True)
+        self._update_in_order(given, {}, {variable: parts for variable, parts in pairs if parts is not None})
 
-    def _update_in_order(
-        self, given: list[Any], extra: dict[str, Any], found: dict[Variable, list[Any]] | None
-    ) -> None:
-        """Update by gradients; those of tables with vocabularies are of `found`, or of a synchronous step."""
+    def _update_in_order(self, given: list[Any], extra: dict[str, Any], found: dict[Variable, list[Any]]) -> None:
+        """Update by gradients of what was found; by those of a synchronous step if `found` has nothing."""
         with with_state(), own_scope("apply", self.name), naming_extra(extra) as extra:
             arrays = [gradient.dense() if is_row_gradient(gradient) else gradient for gradient in given]
             updates, state = self._transformation.update(
@@ -247,24 +226,24 @@ class Optimizer:
             slots = self._slots_of(state)
             #: For some variables, a mask of the rows that are updated.
             masks: dict[Variable, Any] = {}
-            #: The updates of shards with vocabularies.
-            growing: dict[Variable, Any] = {}
+            applied: dict[Variable, Any] = {}
             if self._lazy_rows:
                 masks = {v: _touched_rows(v, gradient) for v, gradient in zip(self._variables, arrays, strict=True)}
             flat = self._tree.flatten_up_to(updates)
             for variable, update in zip(self._variables, flat, strict=True):
                 changed = jnp.where(masks[variable], update, 0) if variable in masks else update
-                if variable.vocabulary is not None:
-                    mask = variable.vocabulary.begin_update(changed, None if found is None else found[variable])
+                mask = variable.hooks.begin_update(changed, found.get(variable))
+                if mask is not None:
                     mask = mask.reshape(-1, *[1] * (variable.ndim - 1))
                     masks[variable] = mask & masks[variable] if variable in masks else mask
-                    changed = growing[variable] = jnp.where(mask, changed, 0)
+                    changed = jnp.where(mask, changed, 0)
+                applied[variable] = changed
                 add_update(variable, changed)
             for slot, owner, value in zip(slots, self._slot_owners, jax.tree_util.tree_leaves(state), strict=True):
                 mask = None if owner is None or not _has_its_rows(slot, owner) else masks.get(owner)
                 slot.assign(value if mask is None else jnp.where(mask, value, slot.read()))
-            for shard, looked in (found or {}).items():
-                _ids_of(shard).admit(looked, growing[shard])
+            for variable, looked in found.items():
+                variable.hooks.admit(looked, applied[variable])
 
     def _slots_of(self, state: Any) -> list[Variable]:
         """Return the slots in the order of the arrays of a new state. Raises GraphTypeError for another structure."""
@@ -490,11 +469,6 @@ def _divide(tables: Sequence[_Path], slots: Sequence[Variable], owners: Sequence
 def _has_its_rows(slot: Variable, owner: Variable) -> bool:
     """Whether a slot has a row for each row of its variable, which other rows do not change."""
     return slot.ndim == owner.ndim and slot.shape[:1] == owner.shape[:1]
-
-
-def _ids_of(shard: Variable) -> RowIds:
-    assert shard.vocabulary is not None
-    return shard.vocabulary
 
 
 def _touched_rows(variable: Variable, gradient: Any) -> Any:

@@ -193,8 +193,8 @@ def restore_named(
         if _restored(files, restored, of, before_set):
             use_beside_namesakes(_variables_of(restored))
             for variable in _variables_of(restored):
-                if variable.vocabulary is not None and of(cast(StateBackend, variable.home)):
-                    variable.vocabulary.restored()
+                if of(cast(StateBackend, variable.home)):
+                    variable.hooks.restored()
             return report
     raise CheckpointError(
         f"{place} was replaced {_ATTEMPTS} times while it was read",
@@ -421,9 +421,8 @@ def _entries(tree: Any, task: str) -> Iterator[NamedArray]:
             case Variable() if leaf.is_saved:
                 array = NamedArray((leaf,), _name_of(path, leaf, "variable", task))
                 yield array
-                if leaf.vocabulary is not None:
-                    for kind, variable in leaf.vocabulary.saved.items():
-                        yield NamedArray((variable,), f"{array.name}/{kind}")
+                for kind, variable in leaf.hooks.saved.items():
+                    yield NamedArray((variable,), f"{array.name}/{kind}")
             case Variable():
                 continue
             case HostResource():

@@ -2,8 +2,7 @@
 
 Orbax reads each array from a folder named by its keys, joined by dots. A folder of arrays is a dict of one level for
 it, from path to array. In the tree layout the parts of a name are the keys of nested dicts, as in the checkpoints of
-Flax programs. A dict cannot be an array too: beside an array `table`, the arrays `table/ids` and `table/born` of its
-vocabulary have the keys `table.ids` and `table.born`.
+Flax programs. A dict cannot be an array too: beside an array `table`, the array `table/ids` has the key `table.ids`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from dflow.tracing.derivatives.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.derivatives.one_device import on_one_device
 from dflow.tracing.derivatives.uncalled import Derivative
 from dflow.tracing.derivatives.unread_variables import warn_of_unread
-from dflow.tracing.devices.device import WITH_CALLER, device_scope
 from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.ir.types import array_type_of
@@ -325,11 +324,7 @@ def _finished(variable: Variable, gradient: Any) -> Any:
 
 def _finished_rows(variable: Variable, found: RowsFound, as_rows: bool) -> Any:
     """Like `_finished`, for a gradient given by rows; with `as_rows` a `RowGradient`, if no function changes it."""
-    if variable.vocabulary is not None:
-        # Its task found the indices when it looked the rows up. An update must read what it changes later: now.
-        with device_scope(variable.device or WITH_CALLER):
-            indices, rows = jax.lax.optimization_barrier((found.indices, found.rows))
-        found = RowsFound(indices, rows, found.once)
+    found = variable.hooks.gradient_rows(found)
     if as_rows and variable.gradient is None:
         indices, rows = found.indices, name(found.rows, f"grad/{variable.name}")
         if found.once:  # a row gradient's indices are those of existing rows

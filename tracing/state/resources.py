@@ -11,10 +11,9 @@ closed over, have the variable itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +38,15 @@ from dflow.tracing.state.context import Home, current_home, spread_here
 from dflow.tracing.state.initial_value import Initial, converted, given_array, initial_type
 from dflow.tracing.state.row_updates import RowUpdates
 from dflow.tracing.state.variable_as_array import OF_BUFFERS, register_as_array
+from dflow.tracing.state.variable_hooks import NO_HOOKS, VariableHooks
 
 _serials = itertools.count()
 
 _OF_LOCATION = ("home", "device", "key", "sharding")
 _OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "part", "marks", "loc", "handle", "namesakes")
-_OF_TABLES = ("vocabulary", "is_saved")
+_OF_KINDS = ("hooks", "is_saved")
 #: The attributes of a variable; setting any other is an error.
-_FIELDS = frozenset((*_OF_LOCATION, *_OTHERS, *_OF_TABLES))
+_FIELDS = frozenset((*_OF_LOCATION, *_OTHERS, *_OF_KINDS))
 
 #: Attributes of variables in other frameworks, and how they are written here.
 _ELSEWHERE = {
@@ -58,27 +58,6 @@ _ELSEWHERE = {
     "set_value": "; write {0}.assign(value)",
     **OF_BUFFERS,
 }
-
-
-class RowIds(Protocol):
-    """The part of a shard's vocabulary that optimizers and checkpoints use; see `ShardVocabulary`."""
-
-    #: The variables that a checkpoint of the shard has too, by the end of their names.
-    saved: Mapping[str, Variable]
-    #: The optimizers of the shard: its own rows in their slots begin again with those of the shard.
-    optimizers: list[ref[Any]]
-
-    def begin_update(self, update: Any, found: Any) -> Any:
-        """Begin an update of the shard's rows; return a mask of the rows that still have the ids of its gradients."""
-        ...
-
-    def admit(self, found: Any, update: Any = None) -> None:
-        """Give rows to ids that were looked up, after the update of the shard's rows; without it if others do that."""
-        ...
-
-    def restored(self) -> None:
-        """Note that the variables have values of a checkpoint."""
-        ...
 
 
 class Variable(RowUpdates, jax.Array):
@@ -164,8 +143,8 @@ class Variable(RowUpdates, jax.Array):
         self.part: ArrayPart | None = None
         #: The variable that marks its changed rows, if these are tracked.
         self.marks: Variable | None = None
-        #: The ids that its rows belong to, of a shard of a table with a vocabulary; another step may change them.
-        self.vocabulary: RowIds | None = None
+        #: What its kind adds to its gradients, updates and checkpoints.
+        self.hooks: VariableHooks = NO_HOOKS
         #: Whether a checkpoint has it.
         self.is_saved = True
         #: The sharding over devices; None is one device, or wherever in this process JAX puts it.

@@ -70,7 +70,7 @@ def test_a_cluster_does_as_the_model() -> None:
         made = GrowingTable(dflow.Vocabulary("lru", 2, bucket=4), 40, place=worker.parameter_servers())
         model = made.model()
         for shard in made.table.shards:
-            assert {one.device for one in shard.vocabulary.saved.values()} == {shard.device}
+            assert {one.device for one in shard.hooks.saved.values()} == {shard.device}
         for ids in batches():
             looked_up = model.step(ids.tolist())
             np.testing.assert_allclose(made.train(ids), model.rows[looked_up], rtol=1e-5, atol=1e-6)

@@ -164,7 +164,7 @@ def test_an_id_of_a_synchronous_step_is_there_after_the_update() -> None:
     fresh = table.read()
     one, [shard] = table.find([ONE]), table.shards
     assert one.shards[0].rows.tolist() == [0]
-    shard.vocabulary.admit(table.find([OTHER]).shards)
+    shard.hooks.admit(table.find([OTHER]).shards)
     assert table.find([OTHER]).shards[0].rows.tolist() == [1]
     optimizer.apply_mean(([jax.tree.map(lambda _: zeros + 1, table)], {}))
     np.testing.assert_allclose(table.read() - fresh, [[0, 0], [-1, -1]], rtol=1e-6)
@@ -195,7 +195,7 @@ def test_workers_of_a_run_give_each_id_one_row(workers: list[Any]) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         [table, _] = threads.map(train, workers)
-    saved = table.shards[0].vocabulary.saved
+    saved = table.shards[0].hooks.saved
     owned = saved["ids"].read()[jnp.flatnonzero(saved["born"].read())]
     assert len(owned) == len({*map(tuple, owned.tolist())}) == 12
     counts = table.counts()

@@ -57,7 +57,7 @@ class GrowingTable:
 
     def owners(self) -> dict[int, int]:
         """The rows that ids own in the whole table, by id. Fails if an id owns two rows."""
-        saved = [shard.vocabulary.saved for shard in self.table.shards]
+        saved = [shard.hooks.saved for shard in self.table.shards]
         ids, born = (np.concatenate([np.asarray(one[kind].read()) for one in saved]) for kind in ("ids", "born"))
         rows = np.flatnonzero(born)
         pairs = ids[rows].astype(np.uint64)
@@ -76,7 +76,7 @@ class GrowingTable:
         [slots] = self.slots[0].sum_of_squares
         slots.assign(np.full_like(initial, 0.1))
         for shard in self.table.shards:
-            for variable in shard.vocabulary.saved.values():
+            for variable in shard.hooks.saved.values():
                 variable.assign(np.zeros(variable.shape, np.uint32))
-            ledger = shard.vocabulary.ledger
+            ledger = shard.hooks.ledger
             ledger.assign(np.eye(1, ledger.size, dtype=np.uint32)[0])

@@ -1,0 +1,48 @@
+"""What a kind of variable adds to the gradients, updates and checkpoints of its variables.
+
+So derivatives, optimizers and checkpoints know no kind: they call `variable.hooks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from dflow.tracing.rows.lookups import RowsFound
+
+
+class VariableHooks:
+    """The hooks of an ordinary variable, which add nothing; a kind overrides those that it needs.
+
+    `found` is what lookups of the variable found, in the form that the kind gives it.
+    """
+
+    #: The variables that a checkpoint of this one has too, by the end of their names.
+    saved: Mapping[str, Any] = MappingProxyType({})
+
+    def restored(self) -> None:
+        """Note that the variable, and those of `saved`, have values of a checkpoint."""
+
+    def gradient_rows(self, found: RowsFound) -> RowsFound:
+        """Return the rows of a gradient of the variable as an update takes them."""
+        return found
+
+    def note_slots(self, optimizer: Any) -> None:
+        """Note that an optimizer has made slots of the variable, whose rows it gives by `initial_rows`."""
+
+    def refuse_nothing_found(self) -> None:
+        """Raise GraphTypeError if an update needs to know what the lookups found."""
+
+    def begin_update(self, update: Any, found: Sequence[Any] | None) -> Any:
+        """Begin an update of the variable; return a mask of the rows that it may change, bool[rows], or None for all.
+
+        found  what the lookups found that the gradients are of; None for the mean of a synchronous step
+        """
+
+    def admit(self, found: Sequence[Any], update: Any = None) -> None:
+        """Note the use of what was found, after the update of the variable; without it if a strategy does that."""
+
+
+#: The hooks of each ordinary variable.
+NO_HOOKS = VariableHooks()
