@@ -3,6 +3,9 @@
 The owner holds the system's lock on the open file (`flock`). It ends with the process, however that ends, and every
 container on the machine sees it. A file system shared by several machines may keep locks for each machine alone, and
 some have none. So whatever is done because a lock is free must do no harm if the owner runs after all.
+
+Not `filelock`, which locks a file whether it made it or found it: here a file that is there belongs to another process,
+and only its owner's end lets it be taken over.
 """
 
 from __future__ import annotations

@@ -79,17 +79,9 @@ def test_a_malformed_file_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("b", "rest", "says"),
-    [
-        ([4, 8], b"", r"array 'b' has the bytes 4 to 8, after byte 8"),
-        ([12, 16], b"1234", r"array 'b' has the bytes 12 to 16, after byte 8"),
-        ([8, 12], b"1", r"its arrays have 12 of 13 bytes"),
-    ],
-    ids=["overlap", "gap", "more"],
+    ("b", "rest"), [([4, 8], b""), ([12, 16], b"1234"), ([8, 12], b"1")], ids=["overlap", "gap", "more"]
 )
-def test_arrays_that_do_not_fill_the_file_are_refused_as_by_the_library(
-    tmp_path: Path, b: list[int], rest: bytes, says: str
-) -> None:
+def test_arrays_that_do_not_fill_the_file_are_refused(tmp_path: Path, b: list[int], rest: bytes) -> None:
     """A changed number of the header would shift the values unnoticed."""
     path, state = tmp_path / "c.safetensors", dflow.variables({"a": jnp.ones(2), "b": jnp.ones(1)})
     dflow.save(path, state)
@@ -99,10 +91,8 @@ def test_arrays_that_do_not_fill_the_file_are_refused_as_by_the_library(
     header["b"]["data_offsets"] = b
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :] + rest)
-    with pytest.raises(dflow.DamagedCheckpoint, match=says):
+    with pytest.raises(dflow.DamagedCheckpoint, match=r"c.safetensors: expected a safetensors file.* header"):
         dflow.restore(path, state)
-    with pytest.raises(safetensors.SafetensorError):
-        safetensors.numpy.load_file(path)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -168,7 +158,7 @@ def test_a_missing_file_and_a_cut_off_one_are_named(tmp_path: Path) -> None:
         dflow.restore(path, w)
     dflow.save(path, w)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(dflow.DamagedCheckpoint, match=r"array 'w' of shape \[3\] has the bytes 0 to 12 of 11"):
+    with pytest.raises(dflow.DamagedCheckpoint, match=r"expected a safetensors file.* not fully covered"):
         dflow.restore(path, w)
 
 
