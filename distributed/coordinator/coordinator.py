@@ -132,11 +132,6 @@ class Coordinator:
         with self._mailbox.lock:
             return self._state.status(self._clock() - self._started_s)
 
-    def log(self) -> tuple[Event, ...]:
-        """The newest events, oldest first."""
-        with self._mailbox.lock:
-            return tuple(self._state.log)
-
     def tick(self) -> None:
         """Advance the state's time, so that deadlines take effect."""
         self._mailbox.post(Ticked)

@@ -1,4 +1,4 @@
-"""Events of the coordinator, the commands with which it responds, and the log of the newest events.
+"""Events of the coordinator, and the commands with which it responds.
 
 Events are facts in the past tense, commands are imperatives; both are frozen and hold no objects of the transport. A
 connection is the number `peer`, a request the number `ask`; the shell assigns both and never reuses one. `at_s` is the
@@ -7,23 +7,10 @@ time of the event in seconds since the coordinator's first start, and never decr
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import msgspec
 
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.roster import Heartbeat
-
-LOG_EVENTS = 10_000
-#: The log is bounded in bytes too: a message may have a megabyte, and ten thousand of these would fill the memory.
-LOG_BYTES = 8 << 20
-#: Approximate size of an event in addition to its message.
-_EVENT_BYTES = 200
-
-_ENCODER = msgspec.msgpack.Encoder()
 
 
 @dataclass(frozen=True)
@@ -115,31 +102,3 @@ class Log:
 
 
 Command = Persist | Log | SendReply | Broadcast | Disconnect
-
-
-class EventLog:
-    """Iterable of the kept events, oldest first; heartbeats are kept without their traffic."""
-
-    def __init__(self, most: int = LOG_EVENTS, most_bytes: int = LOG_BYTES) -> None:
-        self._most, self._most_bytes = most, most_bytes
-        self._kept: deque[tuple[Event, int]] = deque()
-        #: Approximate size of the kept events.
-        self.size_bytes = 0
-
-    def append(self, event: Event) -> None:
-        """Keep the event, and drop the oldest ones beyond the limits."""
-        if isinstance(event, Told) and isinstance(event.message, Heartbeat):
-            event = Told(event.at_s, event.peer, msgspec.structs.replace(event.message, traffic=()))
-        size_bytes = _EVENT_BYTES
-        if isinstance(event, Asked | Told):
-            size_bytes += len(_ENCODER.encode(event.message))
-        self._kept.append((event, size_bytes))
-        self.size_bytes += size_bytes
-        while len(self._kept) > self._most or self.size_bytes > self._most_bytes:
-            self.size_bytes -= self._kept.popleft()[1]
-
-    def __iter__(self) -> Iterator[Event]:
-        return (event for event, _ in self._kept)
-
-    def __len__(self) -> int:
-        return len(self._kept)

@@ -10,7 +10,7 @@ Invariants:
 - a message that names a task counts only from the connection over which that task joined;
 - with snapshots, a coordinator that starts again takes in no new process before one of the cluster is back. If none
   comes within the timeout of heartbeats, all have ended: it begins another cluster, which resumes the newest snapshot;
-- the log keeps the newest events in order; while it is complete, replaying it gives the same commands.
+- replaying the events gives the same commands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from dflow.distributed.coordinator.coordinator_events import (
     Broadcast,
     Command,
     Event,
-    EventLog,
     Log,
     PeerClosed,
     Persist,
@@ -135,7 +134,6 @@ class CoordinatorState:
         rows: Mapping[str, bytes] | None = None,
     ) -> None:
         self._jobs, self._settings = dict(jobs), settings
-        self.log = EventLog()
         self._begin(rows or {})
         #: The records, and the joins of new processes, while it is open whether the processes of before have all ended.
         self._rows = dict(rows or {})
@@ -181,7 +179,6 @@ class CoordinatorState:
 
     def handle(self, event: Event) -> list[Command]:
         """Apply the event and return the commands for the shell, in order."""
-        self.log.append(event)
         commands = [*self._decide(event), *self._go_on(event.at_s), *map(Log, self._ledger.take_news())]
         self._news.note(event.at_s, commands)
         if self._records.changed:

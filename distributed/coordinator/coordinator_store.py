@@ -4,8 +4,8 @@ Invariants:
 - `write` is all or nothing: after a crash at any point the file holds the changes of the first calls, each complete;
 - when `write` has returned, no crash of the process or the machine loses its changes;
 - at most one process has a file open;
-- a file whose bytes changed is refused, or holds the changes of the first calls: SQLite's log has checksums, and one
-  record is the total of the others' checksums.
+- a file whose bytes changed is refused, or holds the changes of the first calls: SQLite checks its pages, its log has
+  checksums, and each record has one, since SQLite's checks do not see a flipped bit of a value.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from dflow.distributed.coordinator.durable_records import Change, apply_changes
 from dflow.tracing.errors import ConfigError
 
 #: Version of the tables in the file; a file of another version is refused.
-FORMAT = 3
-#: Key of the record with the total of all others' checksums.
-_TOTAL = "store/total"
+FORMAT = 4
 
 
 class MemoryStore:
@@ -52,9 +50,6 @@ class SqliteStore:
 
     def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
         self._path = path
-        #: The checksum of each record, by key, and their total.
-        self._sums: dict[str, int] = {}
-        self._total = 0
         self._connect(wait_s)
 
     def _connect(self, wait_s: float) -> None:
@@ -99,7 +94,9 @@ class SqliteStore:
                 f"{FORMAT} is needed; name another file"
             )
         if not tables:  # a file of before is opened without a write, which a full disk would refuse
-            database.execute("CREATE TABLE records (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID")
+            database.execute(
+                "CREATE TABLE records (key TEXT PRIMARY KEY, value BLOB NOT NULL, sum INTEGER NOT NULL) WITHOUT ROWID"
+            )
             database.execute(f"PRAGMA user_version = {FORMAT}")
         database.execute("COMMIT")
 
@@ -108,13 +105,9 @@ class SqliteStore:
         [(found,)] = self._database.execute("PRAGMA quick_check(1)").fetchall()
         if found != "ok":
             raise self._damaged(found)
-        rows = self._database.execute("SELECT key, value FROM records").fetchall()
-        if not all(isinstance(key, str) and isinstance(value, bytes) for key, value in rows):
-            raise self._damaged("records of other types")
-        self._sums = {key: _sum(key, value) for key, value in rows if key != _TOTAL}
-        self._total = sum(self._sums.values())
-        if rows and dict(rows).get(_TOTAL) != _encoded(self._total):
-            raise self._damaged("records with other checksums")
+        for key, value, sum in self._database.execute("SELECT key, value, sum FROM records"):
+            if not isinstance(key, str) or not isinstance(value, bytes) or _sum(key, value) != sum:
+                raise self._damaged("records with other checksums")
 
     def _damaged(self, found: str) -> ConfigError:
         return ConfigError(
@@ -124,37 +117,26 @@ class SqliteStore:
 
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""
-        rows = dict(self._database.execute("SELECT key, value FROM records").fetchall())
-        rows.pop(_TOTAL, None)
-        return rows
+        return dict(self._database.execute("SELECT key, value FROM records").fetchall())
 
     def write(self, changes: Iterable[Change]) -> None:
         """Apply the changes in one transaction; raises OSError, and changes nothing, if the file cannot be written."""
-        sums, database = dict[str, int | None](), self._database
-        total = self._total
+        database = self._database
         try:
             if _identity(self._path) != self._file:
                 raise OSError(f"the coordinator's state {self._path} was removed, or replaced by another file")
             database.execute("BEGIN IMMEDIATE")
             for change in changes:
-                total -= sums[change.key] or 0 if change.key in sums else self._sums.get(change.key, 0)
                 if change.value is None:
-                    sums[change.key] = None
                     database.execute("DELETE FROM records WHERE key = ?", (change.key,))
                 else:
-                    sums[change.key] = added = _sum(change.key, change.value)
-                    total += added
-                    database.execute("REPLACE INTO records VALUES (?, ?)", (change.key, change.value))
-            database.execute("REPLACE INTO records VALUES (?, ?)", (_TOTAL, _encoded(total)))
+                    row = (change.key, change.value, _sum(change.key, change.value))
+                    database.execute("REPLACE INTO records VALUES (?, ?, ?)", row)
             database.execute("COMMIT")
         except sqlite3.Error as error:
             with suppress(sqlite3.Error):
                 database.execute("ROLLBACK")
             raise OSError(f"the coordinator's state could not be written to {self._path}: {error}") from error
-        self._total = total
-        for key, one in sums.items():
-            self._sums.pop(key, None)
-            self._sums.update({} if one is None else {key: one})
 
     def renew(self, rows: Mapping[str, bytes]) -> None:
         """Make these all records of the file, which is opened again, or made again if it is gone.
@@ -164,20 +146,15 @@ class SqliteStore:
         self.close()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._sums, self._total = {}, 0
             self._connect(0.0)
         except ConfigError as error:
             raise OSError(str(error)) from error
-        gone = (Change(key, None) for key in self._sums if key not in rows)
+        gone = (Change(key, None) for key in self.load() if key not in rows)
         self.write([*gone, *(Change(key, value) for key, value in rows.items())])
 
     def close(self) -> None:
         """Close the file."""
         self._database.close()
-
-
-def _encoded(total: int) -> bytes:
-    return (total % (1 << 64)).to_bytes(8, "little")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflow.distributed.coordinator.coordinator_events import LOG_EVENTS
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.steps.rendezvous import WINDOW
 from dflow.distributed.task.task_server import TaskStatistics
@@ -290,11 +289,6 @@ class Checks:
         most, has = WINDOW * max(1, origins), found.rendezvous.remembered
         if has > most:
             self.require(False, "bounded", f"{task} remembers {has} ended steps of {origins} tasks, above {most}")
-
-    def log(self, length: int) -> None:
-        """Check the number of events that the coordinator keeps."""
-        if length > LOG_EVENTS:
-            self.require(False, "bounded", f"the coordinator keeps {length} events, above {LOG_EVENTS}")
 
     # The end.
 

@@ -274,7 +274,6 @@ class _ScheduleRun:
         """Check the conditions that last; once in `LOOK_S` is enough for them."""
         self._look_at_s = self.events.now_s + LOOK_S
         self._was_complete = self._is_complete()
-        self.checks.log(len(self._coordinator.log()))
         self._tasks.check()
 
     def _say(self, who: str, text: str) -> None:

@@ -16,6 +16,7 @@ from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.roster import Heartbeat, Join
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Status
 from tests.distributed import waiting
+from tests.distributed.coordinator.handled_events import handled_events
 from tests.manual_clock import ManualClock
 
 WORKER0 = "/job:worker/task:0"
@@ -40,7 +41,9 @@ class Driven:
         )
 
     def start(self, address: str) -> Coordinator:
-        return Coordinator(self.network, address, {"worker": 1}, store=self.store, tick_s=None)
+        coordinator = Coordinator(self.network, address, {"worker": 1}, store=self.store, tick_s=None)
+        self.events = handled_events(coordinator._state)
+        return coordinator
 
     def beat(self) -> None:
         self.beats += 1
@@ -96,6 +99,6 @@ def test_a_cancelled_request_is_withdrawn(driven: Driven) -> None:
     assert answer.cancel()
     driven.driver.open(SOON_S)
     driven.driver.ask(GetHealth(WORKER0), SOON_S)
-    assert [event.message for event in driven.coordinator.log() if isinstance(event, Asked)] == [GetHealth(WORKER0)]
+    assert [event.message for event in driven.events if isinstance(event, Asked)] == [GetHealth(WORKER0)]
     with pytest.raises(CancelledError):
         answer.result(0.0)

@@ -8,6 +8,7 @@ import pytest
 
 from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, SendReply, Told
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.coordinator.durable_records import apply_changes
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.pauses import (
     HoldSteps,
@@ -22,15 +23,20 @@ from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDon
 
 WORKER0, WORKER1, WORKER2 = (f"/job:worker/task:{index}" for index in range(3))
 HELD = Broadcast((10, 11), HoldSteps(1))
+#: Two workers join over the connections 10 and 11, and the second claims the steps 0 to 4.
+BEGINNING = [
+    Asked(0.0, 10, 0, Join(WORKER0, "h:0")),
+    Asked(0.0, 11, 1, Join(WORKER1, "h:1")),
+    Asked(0.0, 11, 2, ClaimSteps("run", WORKER1, 20, 1)),
+]
 
 
 @pytest.fixture
 def state() -> CoordinatorState:
-    """Two workers that joined over the connections 10 and 11; the second has claimed the steps 0 to 4."""
+    """The state after the `BEGINNING`."""
     state = CoordinatorState({"worker": 2})
-    state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
-    state.handle(Asked(0.0, 11, 1, Join(WORKER1, "h:1")))
-    state.handle(Asked(0.0, 11, 2, ClaimSteps("run", WORKER1, 20, 1)))
+    for event in BEGINNING:
+        state.handle(event)
     return state
 
 
@@ -132,14 +138,12 @@ def test_the_end_of_the_pausing_task_resumes_the_steps(state: CoordinatorState) 
     assert answers(state.handle(Asked(1.3, 11, 5, ClaimSteps("run", WORKER1, 20, 5, 1, 5)))) == {5: Claimed(5, 3)}
 
 
-def test_steps_that_were_left_over_are_known_after_a_restart(state: CoordinatorState) -> None:
-    state.handle(Asked(0.1, 10, 3, ClaimSteps("run", WORKER0, 20, 1)))
+def test_steps_that_were_left_over_are_known_after_a_restart() -> None:
     rows: dict[str, bytes] = {}
     # The records of the whole history, as the shell writes them.
     again = CoordinatorState({"worker": 2})
-    for event in [*state.log, Asked(1.0, 11, 5, Leave(WORKER1, "killed"))]:
-        for command in again.handle(event):
-            for change in getattr(command, "changes", ()):
-                rows.update({change.key: change.value})
-    restarted = CoordinatorState({"worker": 2}, rows={key: value for key, value in rows.items() if value is not None})
+    claimed, left = Asked(0.1, 10, 3, ClaimSteps("run", WORKER0, 20, 1)), Asked(1.0, 11, 5, Leave(WORKER1, "killed"))
+    for command in [command for event in (*BEGINNING, claimed, left) for command in again.handle(event)]:
+        apply_changes(rows, getattr(command, "changes", ()))
+    restarted = CoordinatorState({"worker": 2}, rows=rows)
     assert not restarted._ledger.is_clear("")
