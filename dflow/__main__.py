@@ -14,7 +14,7 @@ from dflow.cli.command import CommandParser, add_commands
 from dflow.cli.compile_command import COMPILE
 from dflow.cli.dashboard_command import DASHBOARD
 from dflow.cli.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
-from dflow.cli.launch_command import LAUNCH, with_dashboard_port
+from dflow.cli.launch_command import LAUNCH
 from dflow.cli.local.completion import COMPLETION
 from dflow.cli.local.doctor import DOCTOR
 from dflow.cli.local.new_project import NEW
@@ -52,9 +52,6 @@ def make_parser() -> CommandParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line `words` (default: the process's arguments) and return the exit status."""
-    words = list(sys.argv[1:] if words is None else words)
-    if words[:1] == [LAUNCH.name]:
-        words = [*words[:1], *with_dashboard_port(words[1:])]
     options = make_parser().parse_args(words)
     try:
         return options.run(options) or 0

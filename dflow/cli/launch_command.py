@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,9 +88,13 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
     add_all_tables(parser)
     parser.add_argument(
         "--dashboard",
+        action="store_true",
+        help="show the run in the browser, at a free port of this machine; the address is printed at the start",
+    )
+    parser.add_argument(
+        "--dashboard-port",
         metavar="[HOST:]PORT",
-        help="show the run in the browser, at a free port of this machine, or with =[HOST:]PORT there; off loopback "
-        "only with certificates or a secret. The address is printed at the start",
+        help="show it there; off loopback only with certificates or a secret",
     )
     add_security(parser)
     parser.add_argument("script", help="the Python script that each worker runs")
@@ -177,31 +179,9 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
         snapshots="" if options.snapshots is None else str(options.snapshots.resolve()),
         snapshot_every_s=options.snapshot_every,
         environment=(*_proofs(options), *options.environment),
-        dashboard=options.dashboard or "",
+        dashboard=options.dashboard_port or ("0" if options.dashboard else ""),
         accept=accepted(read("DFLOW_ACCEPT")) if options.accept is None else options.accept,
     )
-
-
-#: `8080` or `HOST:8080`, which is no script.
-_PORT = re.compile(r"([^/\s]*:)?[0-9]+")
-
-
-def with_dashboard_port(words: Sequence[str]) -> list[str]:
-    """Return the words of `dflow launch` with a port after `--dashboard` if it has none; 0 is any free one.
-
-    argparse would take the next word, which may be the script, for the value.
-    """
-    parser = argparse.ArgumentParser()
-    _launch_options(parser)
-    without_value = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
-    place = 0
-    while place < len(words) and words[place].startswith("-"):
-        has_port = place + 1 < len(words) and _PORT.fullmatch(words[place + 1])
-        if words[place] == "--dashboard" and not has_port:
-            return [*words[:place], "--dashboard=0", *words[place + 1 :]]
-        has_value_after = "=" not in words[place] and words[place] not in without_value
-        place += 1 + has_value_after
-    return [*words]
 
 
 def _restart(text: str) -> tuple[str, int]:

@@ -1,5 +1,7 @@
 """The ids of one shard of a table: a hash table of buckets, beside the shard.
 
+Not a dict or a library's table: a step reads and changes it within its program, on the device of the shard.
+
 Bucket b of a shard has its rows from b * (S + 1) on: S rows that ids own, and one that the bucket's other ids share. An
 id belongs to one bucket, and owns one of its rows or none.
 

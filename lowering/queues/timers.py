@@ -1,8 +1,8 @@
 """Clocks: the time, and delayed calls, which one thread of each clock makes.
 
 Why: every wait has a deadline, and most waits end long before it. So starting and stopping a timer is cheap: it starts
-no thread, and wakes the timer thread only if that would sleep too long. Stopped timers are removed when they are more
-than half of all.
+no thread, as `threading.Timer` does, and wakes the timer thread only if that would sleep too long. Stopped timers are
+removed when they are more than half of all.
 
 Calls that do not block share the clock of the process, by `start_timer`. What may block has a clock of its own: the
 session with the coordinator, and the deadlines of a task. A simulator gives each of them a simulated clock.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflow.__main__ import main, make_parser, with_dashboard_port
+from dflow.__main__ import main, make_parser
 
 ROOT = Path(__file__).parents[3]
 #: A line of a block of code, with variables set before the command.
@@ -29,8 +29,7 @@ def test_the_commands_of_the_documentation_are_taken(capsys: pytest.CaptureFixtu
         words = words[: next((index for index, word in enumerate(words) if word in ("&", "|", ">", "&&", "...")), None)]
         count += 1
         try:
-            given = [*words[:1], *with_dashboard_port(words[1:])] if words[:1] == ["launch"] else words
-            make_parser().parse_args(given)
+            make_parser().parse_args(words)
         except SystemExit as end:
             if end.code:
                 refused.append(f"{page}: dflow {text}: {capsys.readouterr().err.splitlines()[-1]}")

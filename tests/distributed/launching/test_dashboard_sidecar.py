@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dflow.__main__ import main
+from dflow.__main__ import main, make_parser
 from dflow.cli.certs import make_secret
-from dflow.cli.launch_command import with_dashboard_port
+from dflow.cli.launch_command import _launch_plan
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from tests.dflow.dashboard.http_client import Client
 from tests.distributed.launching.test_launcher import CONNECT, children_of, launch
@@ -80,28 +80,20 @@ def test_a_wrong_address_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, text: str
 ) -> None:
     (tmp_path / "script.py").touch()
-    assert main(["launch", f"--dashboard={place}", str(tmp_path / "script.py")]) == 2
+    assert main(["launch", f"--dashboard-port={place}", str(tmp_path / "script.py")]) == 2
     assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "place"),
     [
-        (["--dashboard", "train.py"], ["--dashboard=0", "train.py"]),
-        (["--dashboard=8080", "train.py"], ["--dashboard=8080", "train.py"]),
-        (["--ps", "2", "--dashboard", "train.py"], ["--ps", "2", "--dashboard=0", "train.py"]),
-        (["--ps=2", "--dashboard", "--env", "A=1", "t.py"], ["--ps=2", "--dashboard=0", "--env", "A=1", "t.py"]),
-        (["--dashboard", "8080", "train.py"], ["--dashboard", "8080", "train.py"]),
-        (["--dashboard", "0.0.0.0:0", "train.py"], ["--dashboard", "0.0.0.0:0", "train.py"]),
-        (["--dashboard", "train2.py"], ["--dashboard=0", "train2.py"]),
-        (["--dashboard"], ["--dashboard=0"]),
-        (["train.py", "--dashboard"], ["train.py", "--dashboard"]),
-        (["--all-tables", "--dashboard", "train.py"], ["--all-tables", "--dashboard=0", "train.py"]),
-        (["--logs", "--dashboard", "train.py"], ["--logs", "--dashboard", "train.py"]),
-        (["--dashboard", "train.py", "--dashboard"], ["--dashboard=0", "train.py", "--dashboard"]),
-        (["--ps", "2"], ["--ps", "2"]),
-        ([], []),
+        (["--dashboard"], "0"),
+        (["--dashboard-port", "8080"], "8080"),
+        (["--dashboard", "--dashboard-port=0.0.0.0:0"], "0.0.0.0:0"),
+        ([], ""),
     ],
 )
-def test_an_option_without_a_port_leaves_the_script_alone(words: list[str], expected: list[str]) -> None:
-    assert with_dashboard_port(words) == expected
+def test_the_dashboard_is_at_a_free_port_or_the_one_of_the_option(words: list[str], place: str) -> None:
+    options = make_parser().parse_args(["launch", *words, "train.py", "--dashboard"])
+    plan = _launch_plan(options)
+    assert (plan.dashboard, plan.script, plan.arguments) == (place, "train.py", ("--dashboard",))
