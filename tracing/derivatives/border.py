@@ -20,7 +20,8 @@ class Border:
     def __init__(self, effects: Any, adds: Callable[[Any], bool]) -> None:
         reads, self.writes = accesses(effects)
         self.touched = sorted({*reads, *self.writes}, key=lambda variable: variable.serial)
-        summed = only_summed(effects)
+        # A set finds variables by identity; `in` of a list would compare their values.
+        summed = frozenset(only_summed(effects))
         self.added = frozenset(variable for variable in only_added(effects) if variable in summed or adds(variable))
         self._summed = self.added.intersection(summed)
 
