@@ -48,7 +48,7 @@ def test_the_pipeline_is_for_this_process_alone_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("index", range(len(PASSES)), ids=NAMES)
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(40))
 @given(graph=stateful_graphs(PLACES), seed=SEEDS)
 def test_a_pass_keeps_the_meaning_of_any_graph(index: int, graph: Graph, seed: int) -> None:
     before = run_passes(graph, PASSES[:index])
@@ -57,7 +57,7 @@ def test_a_pass_keeps_the_meaning_of_any_graph(index: int, graph: Graph, seed: i
     assert_same_meaning(before, after, choose=chooser(seed) if index >= ORDERED else None)
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(10))
 @given(case=cases(devices=PLACES), seed=SEEDS)
 def test_the_pipeline_keeps_the_meaning_of_any_traced_program(case: Case, seed: int) -> None:
     lowered = run_passes(case.graph, PASSES, check=True)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,14 +46,14 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("shape", [(), (5,), (0,), (3, 0, 2), (2, 3, 4)], ids=str)
-def test_an_array_of_any_type_is_read_back_bit_for_bit(tmp_path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
-    values = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
-    write_arrays(tmp_path / "c", {"x": values})
+def test_an_array_of_any_type_is_read_back_bit_for_bit(tmp_path: Path, dtype: Any) -> None:
+    shapes: list[tuple[int, ...]] = [(), (5,), (0,), (3, 0, 2), (2, 3, 4)]
+    values = {f"{shape}": np.random.default_rng(0).integers(0, 2, shape).astype(dtype) for shape in shapes}
+    write_arrays(tmp_path / "c", values)
     files = read_arrays(tmp_path / "c")
-    read = files.read({"x": None})["x"]
-    assert str(files.types["x"]) == str(files.types["x"].strong)
-    assert (read.dtype, read.shape, read.tobytes()) == (values.dtype, shape, values.tobytes())
+    for name, read in files.read(dict.fromkeys(values)).items():
+        assert str(files.types[name]) == str(files.types[name].strong)
+        assert (read.dtype, read.shape, read.tobytes()) == (dtype, values[name].shape, values[name].tobytes())
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
@@ -123,15 +122,6 @@ def test_arrays_of_any_names_stay_apart(tmp_path_factory: pytest.TempPathFactory
     assert os.listdir(path.parent) == ["c"]
 
 
-def test_a_name_is_a_path_unless_it_cannot_be_one() -> None:
-    places = array_files._places(["a/b", "a", "w", "W", "../x", "Dense_0/kernel", "zarr.json"])
-    assert places["a/b"] == "a/b"
-    assert places["Dense_0/kernel"] == "Dense_0/kernel"
-    for name in ("a", "w", "W", "../x", "zarr.json"):
-        assert re.fullmatch(r"~\w*\.[0-9a-f]{24}", places[name].replace("zarr_json", "zarr")), places[name]
-    assert len({place.casefold() for place in places.values()}) == len(places)
-
-
 def test_metadata_comes_back(tmp_path: Path) -> None:
     write_arrays(tmp_path / "c", {}, {"step": 3, "note": ["a", None]})
     assert read_arrays(tmp_path / "c").metadata == {"step": 3, "note": ["a", None]}
@@ -151,7 +141,7 @@ def test_parts_that_are_written_side_by_side_are_one_checkpoint(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("value", "says"), [(np.array(["a"]), "dtype <U1"), (np.array([object()]), "dtype object")], ids=["text", "objects"]
 )
-def test_what_has_no_numbers_is_refused_by_name(tmp_path: Path, value: Any, says: str) -> None:
+def test_an_array_without_numbers_is_refused_by_name(tmp_path: Path, value: Any, says: str) -> None:
     with pytest.raises(CheckpointError, match=f"array 'x' is of {says}, which cannot be written"):
         write_arrays(tmp_path / "c", {"y": 1.0, "x": value})
     assert os.listdir(tmp_path) == []
@@ -349,7 +339,7 @@ def test_a_prime_number_of_rows_is_cut_into_few_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(_read(tmp_path / "c")["table"], table)
 
 
-def test_what_the_disk_refuses_says_where_and_why(tmp_path: Path) -> None:
+def test_a_path_that_the_disk_refuses_is_named_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/c cannot be written: \S+ is no folder\n  at .*\n  what was there"):
         write_arrays(tmp_path / "file" / "c", {"x": np.ones(2)})

@@ -77,7 +77,7 @@ def test_any_graph_keeps_its_meaning_however_short_the_rest(graph: Graph, seed: 
         assert_same_meaning(graph, lowered(graph), choose=chooser(seed))
 
 
-@settings(max_examples=examples(18), deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(cases(PLACES), st.integers(0, 2**16))
 def test_any_program_keeps_its_meaning_however_short_the_rest(case: Case, seed: int) -> None:
     with ANY_REST:

@@ -11,7 +11,7 @@ from tests.effort import examples
 from tests.lowering.placement.problems import assignments, machine, problem, problems
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems(most_units=10), st.data())
 def test_calls_come_after_all_they_need_and_do_the_same_work_with_the_same_transfers(
     drawn: Problem, data: st.DataObject
@@ -28,7 +28,7 @@ def test_calls_come_after_all_they_need_and_do_the_same_work_with_the_same_trans
     assert {move[:3] for move in one.transfers} == {move[:3] for move in other.transfers}
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problems(most_units=10), st.data())
 def test_what_another_device_waits_for_waits_for_nothing_long_that_it_does_not_need(
     drawn: Problem, data: st.DataObject

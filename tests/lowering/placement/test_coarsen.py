@@ -14,17 +14,17 @@ from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.syntax.text import parse
 from tests.effort import examples
-from tests.graphs_ import Case, cases
+from tests.lowering.stateful_graphs import stateful_graphs
 
 COSTS = st.sampled_from([0.0, 0.1, 0.2, 1.0, 5.0])
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(cases(), st.data())
+@given(stateful_graphs(), st.data())
 def test_units_hold_each_node_once_come_after_what_they_need_and_are_of_one_kind(
-    case: Case, data: st.DataObject
+    graph: Graph, data: st.DataObject
 ) -> None:
-    graph = Order()(case.graph)
+    graph = Order()(graph)
     count = len(graph.nodes)
     seconds = data.draw(st.lists(COSTS, min_size=count, max_size=count))
     kinds = data.draw(st.lists(st.sampled_from(["a", "b", None]), min_size=count, max_size=count))

@@ -21,7 +21,7 @@ def allows(drawn: Problem, assignment: tuple[int, ...]) -> bool:
     return all(device in unit.devices for unit, device in zip(drawn.units, assignment, strict=True))
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(problems(most_units=14))
 def test_what_is_chosen_is_never_worse_than_what_it_starts_from(drawn: Problem) -> None:
     chosen = choose(drawn)
@@ -30,12 +30,6 @@ def test_what_is_chosen_is_never_worse_than_what_it_starts_from(drawn: Problem) 
     for simple in (in_parts(drawn), *(all_on(drawn, device) for device in drawn.machine.devices)):
         assert allows(drawn, simple)
         assert chosen.score <= scored(drawn, simple).score
-
-
-def test_the_same_problem_has_the_same_choice() -> None:
-    for seed in range(3):
-        drawn = layered(random.Random(seed), 10, 4, machine(3))
-        assert choose(drawn) == choose(drawn)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -49,9 +43,9 @@ def test_no_move_of_a_unit_makes_what_was_chosen_shorter(drawn: Problem) -> None
 
 
 def test_choices_for_small_graphs_come_close_to_the_optimum() -> None:
-    """Over the sum of 40 graphs of 7 units on 2 devices: within a twentieth."""
+    """Over the sum of 25 graphs of 7 units on 2 devices: within a twentieth."""
     ours = best = 0.0
-    for seed in range(40):
+    for seed in range(25):
         drawn = layered(random.Random(seed), 7, 3, machine(2))
         ours += choose(drawn).step_s
         best += min(scored(drawn, one).step_s for one in product(*(unit.devices for unit in drawn.units)))
@@ -116,7 +110,7 @@ def test_the_next_best_device_of_each_region_and_what_it_would_cost() -> None:
     assert alternatives(fork, chosen.assignment) == [((0,), 1, 11.0 + 1.5 - 7.5), ((1, 2), 0, 11.0 - 7.5)]
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(problems(most_units=10), st.data())
 def test_a_region_is_joined_on_one_device_and_no_two_touch_there(drawn: Problem, data: st.DataObject) -> None:
     assignment = data.draw(assignments(drawn))

@@ -44,7 +44,7 @@ def test_it_does_what_the_graph_means(graph: Graph, compiled: bool) -> None:
     assert pure.operands == graph.inputs[len(graph.refs) :]
 
 
-@settings(max_examples=examples(9))
+@settings(max_examples=examples(6))
 @given(case=cases())
 def test_it_does_what_a_traced_program_means(case: Case) -> None:
     pure = discharge(case.graph)

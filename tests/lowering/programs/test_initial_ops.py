@@ -30,22 +30,16 @@ def normalised() -> Any:
 
 INITIALISERS: dict[str, Callable[[], Any]] = {
     "scaled": lambda: jax.random.normal(KEY, (64, 64)) * 0.02,
-    "shifted": lambda: jax.random.normal(KEY, (999,)) * 0.3 + 1.7,
     "normalised": normalised,
     "of ops that JAX inlines in a trace": lambda: jax.random.lognormal(KEY, 0.7, (999,)),
     "of branches": lambda: jax.random.binomial(KEY, 20, 0.3, (99,)),
-    "with a derivative rule": lambda: jax.nn.softplus(jax.random.normal(KEY, (999,)) * 3),
-    "glorot": lambda: init.glorot_normal()(KEY, (64, 32)),
     "of a linear solver": lambda: init.orthogonal()(KEY, (16, 16)),
-    "of a seed": lambda: jax.random.normal(jax.random.key(7), (99,)) * 0.02,
     "of an old key": lambda: jax.random.normal(jax.random.PRNGKey(7), (99,)) * 0.02,
     "of one of several keys": lambda: jax.random.normal(jax.random.split(KEY, 3)[1], (99,)),
     "of another kind of keys": lambda: jax.random.uniform(jax.random.key(1, impl="rbg"), (99,)) * 0.3,
     "of a loop": lambda: jax.lax.scan(lambda c, x: (c * 1.1 + x, c), 1.0, jnp.arange(50.0))[1],
     "of an array closed over": lambda: jnp.asarray(ROW) * 3 + 1,
-    "of zeros": lambda: jnp.zeros((3, 4)),
     "of few bits": lambda: jnp.full((3,), 2.3, jnp.bfloat16) * 1.1,
-    "of numbers": lambda: jnp.array([1.0, 2, 3]) + jnp.arange(3),
 }
 
 

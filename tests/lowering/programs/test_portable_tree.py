@@ -112,11 +112,6 @@ def test_a_value_of_another_structure_is_refused_with_both(due: Any, given: Any,
     assert str(caught.value) == message
 
 
-def test_any_named_tuple_with_the_fields_is_taken() -> None:
-    other = namedtuple("Other", "first second")
-    assert flatten(described(Pair(1, 2))[0], other(3, 4), "x") == [3, 4]
-
-
 @jax.tree_util.register_pytree_node_class
 class Own:
     """A pytree class that only this file knows."""

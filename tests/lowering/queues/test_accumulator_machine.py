@@ -8,30 +8,6 @@ from hypothesis import strategies as st
 from dflow.lowering.queues.accumulator_machine import AccumulatorMachine, Give
 
 
-def test_a_take_is_served_by_the_gradient_that_completes_it_and_the_step_goes_on() -> None:
-    state = AccumulatorMachine()
-    assert state.take(7, 2) == state.apply(0) == []
-    assert state.apply(0) == [Give(7, 2)]
-    assert (state.step, state.count, state.dropped) == (1, 0, 0)
-
-
-def test_a_take_gets_all_that_is_there() -> None:
-    state = AccumulatorMachine()
-    assert [state.apply(0) for _ in range(3)] == [[]] * 3
-    assert state.take(1, 2) == [Give(1, 3)]
-
-
-def test_a_gradient_of_an_earlier_step_is_dropped_and_counted_a_later_one_is_not() -> None:
-    state = AccumulatorMachine()
-    assert state.set_step(5) == 0
-    for step in (4, 5, 9):
-        state.apply(step)
-    assert (state.dropped, state.count) == (1, 2)
-    assert state.set_step(2) == 5
-    state.apply(2)
-    assert (state.dropped, state.count) == (1, 3)
-
-
 def test_a_gradient_beyond_the_limit_is_dropped_until_a_take_has_come() -> None:
     state = AccumulatorMachine(limit=2)
     for _ in range(3):
@@ -48,18 +24,6 @@ def test_a_take_that_waits_is_served_when_fewer_are_said_to_be_enough() -> None:
     assert state.set_enough(2) == [Give(1, 2)]
     assert state.take(2, 3) == state.set_enough(5) == []
     assert [state.apply(1) for _ in range(3)] == [[], [], [Give(2, 3)]]
-
-
-def test_takes_are_served_in_turn_though_a_later_one_wants_less() -> None:
-    state = AccumulatorMachine()
-    assert state.take(1, 2) == state.take(2, 1) == []
-    assert [state.apply(9) for _ in range(3)] == [[], [Give(1, 2)], [Give(2, 1)]]
-
-
-def test_who_gives_up_no_longer_holds_up_the_others() -> None:
-    state = AccumulatorMachine()
-    assert state.take(1, 2) == state.take(2, 1) == state.apply(0) == state.abandon(3) == []
-    assert state.abandon(1) == [Give(2, 1)]
 
 
 _calls = st.lists(

@@ -29,12 +29,6 @@ def elements(*numbers: int) -> tuple[Any, ...]:
     return tuple((number,) for number in numbers)
 
 
-def test_an_enqueue_waits_for_room_and_a_dequeue_makes_it() -> None:
-    queue = machine()
-    assert queue.enqueue(0, elements(1, 2, 3)) + queue.enqueue(1, elements(4)) == [Serve(0)]
-    assert queue.dequeue(2, 1) == [Serve(2, elements(1)), Serve(1)]
-
-
 def test_a_dequeue_of_several_takes_them_at_once_and_holds_up_those_behind_it() -> None:
     queue = machine()
     assert queue.dequeue(0, 2) + queue.dequeue(1, 1) + queue.enqueue(2, elements(1)) == [Serve(2)]
@@ -74,19 +68,6 @@ def test_an_element_of_a_feed_that_was_abandoned_is_not_counted_as_in() -> None:
     assert queue.abandon(1) + queue.dequeue(2, 1) == [Serve(2, elements(1))]
     assert queue.enqueue(3, elements(4), FedElement("feed", 0)) == [Serve(3)]
     assert queue.dequeue(4, 3) == [Serve(4, elements(2, 3, 4))]
-
-
-def test_a_close_may_cancel_what_waits_to_come_in() -> None:
-    queue = machine()
-    assert queue.enqueue(0, elements(1, 2, 3)) + queue.enqueue(1, elements(4)) == [Serve(0)]
-    assert queue.close(cancel_pending=True) == [Fail(1)]
-    assert queue.dequeue(2, 3) + queue.dequeue(3, 1) == [Serve(2, elements(1, 2, 3)), Fail(3)]
-
-
-def test_a_close_wakes_every_dequeue_that_waits() -> None:
-    queue = machine()
-    assert queue.dequeue(0, 2) + queue.dequeue(1, 1) + queue.enqueue(2, elements(1)) == [Serve(2)]
-    assert queue.close() == [Fail(0), Serve(1, elements(1))]
 
 
 def test_a_wait_that_ends_frees_the_way_for_those_behind_it() -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -37,10 +39,11 @@ def test_a_stopped_timer_does_not_call_and_is_forgotten() -> None:
     assert called.empty()
 
 
-def test_a_call_that_fails_leaves_the_others_standing() -> None:
+@pytest.mark.parametrize("call", [[].pop, sys.exit], ids=["fails", "ends its thread"])
+def test_a_call_that_fails_leaves_the_others_standing(call: Callable[[], object]) -> None:
     called: queue.SimpleQueue[str] = queue.SimpleQueue()
     timers = Timers()
-    timers.after(0.0, [].pop)
+    timers.after(0.0, call)
     timers.after(0.01, lambda: called.put("other"))
     assert called.get(timeout=DEADLINE_S) == "other"
 
@@ -55,18 +58,6 @@ def test_a_delay_longer_than_the_system_can_wait_leaves_the_others_standing(dela
         assert called.get(timeout=DEADLINE_S) == "other"
     endless.stop()
     assert len(timers) == 0
-
-
-def test_a_call_that_ends_its_thread_leaves_the_others_standing() -> None:
-    called: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def leave() -> None:
-        raise SystemExit
-
-    timers = Timers()
-    timers.after(0.0, leave)
-    timers.after(0.01, lambda: called.put("other"))
-    assert called.get(timeout=DEADLINE_S) == "other"
 
 
 def test_a_thread_that_the_system_refused_is_started_by_the_next_timer(monkeypatch: pytest.MonkeyPatch) -> None:

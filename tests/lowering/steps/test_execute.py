@@ -118,26 +118,6 @@ def send(edge: str, take: int, *after: int) -> Send:
 # Dependencies.
 
 
-def test_a_plan_without_items_gives_its_feeds() -> None:
-    task = Task()
-    task.start(feeds={0: jnp.float32(3), 1: ONE}, fetches=(1, 0, 1))
-    assert task.outcomes == [(1, 3, 1)]
-
-
-def test_an_item_waits_for_its_operands_wherever_it_stands() -> None:
-    log: list[int] = []
-    task = Task(*calls(log, 3))
-    task.start(call(2, 1, gives=2), call(1, 0, gives=1), call(0, gives=0), fetches=(2,))
-    assert log == [0, 1, 2]
-    assert task.outcomes == [(jnp.float32(2),)]
-
-
-def test_an_item_waits_for_those_it_comes_after() -> None:
-    log: list[int] = []
-    Task(*calls(log, 3)).start(call(0, gives=0, after=[1, 2]), call(1, gives=1, after=[2]), call(2, gives=2))
-    assert log == [2, 1, 0]
-
-
 @given(data=st.data())
 def test_order_edges_are_kept_in_any_order_of_items_and_arrivals(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))
@@ -234,15 +214,6 @@ def test_what_a_copy_waits_for_may_have_failed() -> None:
         fetched(task.outcomes[0])
 
 
-def test_a_receive_before_its_value_leaves_no_thread_waiting() -> None:
-    task = Task()
-    task.start(recv("x", 0), fetches=(0,))
-    assert task.outcomes == []
-    task.arrive("x", ONE)
-    assert task.outcomes == [(ONE,)]
-    assert task.submitted == []
-
-
 def test_a_receive_after_its_value() -> None:
     task = Task(*calls([], 1))
     task.arrive("x", ONE)
@@ -276,25 +247,6 @@ def test_a_send_waits_for_what_it_comes_after() -> None:
     task.arrive("first", ONE)
     task.work()
     assert task.sent == {"there": ONE}
-
-
-def test_an_execution_ends_when_all_is_done_not_when_its_fetches_are_there() -> None:
-    task = Task(*calls([], 1))
-    task.start(call(0, gives=0), recv("late", 1), fetches=(0,))
-    assert task.outcomes == []
-    task.arrive("late", ONE)
-    assert len(task.outcomes) == 1
-
-
-def test_calls_run_on_the_variables_of_the_store() -> None:
-    add = lower_program(lambda w, v, x: [w + v * x, w], [F32] * 3, 1, 1).compile()
-    task = Task(add)
-    task.store.create("w", F32, lambda: jnp.float32(1))
-    task.store.create("v", F32, lambda: jnp.float32(2))
-    task.start(Call(0, ("w",), ("v",), (0,), (1,)), feeds={0: jnp.float32(3)}, fetches=(1,))
-    assert task.outcomes == [(jnp.float32(1),)]
-    assert task.store.read("w") == 7
-    assert task.store.read("v") == 2
 
 
 # The end of an execution.
@@ -373,17 +325,14 @@ def test_cancel_before_the_start() -> None:
     assert task.mail.waiting == {}
 
 
-def test_cancel_after_the_end_changes_nothing() -> None:
+def test_a_cancel_after_the_end_or_after_another_changes_nothing() -> None:
     task = Task(*calls([], 1))
     execution = task.start(call(0, gives=0), fetches=(0,))
     execution.cancel(StepCancelled("too late"))
     assert task.outcomes == [(jnp.float32(0),)]
-
-
-def test_cancelled_twice_it_ends_with_the_first_reason() -> None:
-    task, error = Task(), StepCancelled("first")
+    task.outcomes.clear()
     execution = task.start(recv("x", 0))
-    execution.cancel(error)
+    execution.cancel(error := StepCancelled("first"))
     execution.cancel(StepCancelled("second"))
     assert task.outcomes == [error]
 
@@ -506,29 +455,22 @@ def notes(task: Task) -> list[str]:
     return list(getattr(outcome, "__notes__", []))
 
 
-def test_an_error_of_a_call_names_its_node_and_line() -> None:
-    task = Task(*calls([], 1), failing(ValueError("bad")))
-    run_named(task, named_plan(call(0, gives=0), call(1, 0, gives=1)))
-    assert notes(task) == ["in %1 (op)\n  at x.py:1"]
-
-
-def test_an_error_of_a_transfer_names_its_node_and_line() -> None:
-    task = Task()
-    run_named(task, named_plan(send("there", 8), recv("x", 0)))
-    task.arrive("x", ConnectionError("gone"))
-    assert notes(task) == ["in %1 (op)\n  at x.py:1"]
-
-
-def test_an_error_of_a_resource_names_its_node_and_line() -> None:
-    task = Task()
-    run_named(task, named_plan(UseResource("no such queue", ResourceOp("queue.dequeue"), gives=(0,))))
-    assert notes(task) == ["in %0 (op)\n  at x.py:0"]
-
-
-def test_an_interrupt_is_of_no_node() -> None:
-    task = Task(failing(KeyboardInterrupt()))
-    run_named(task, named_plan(call(0, gives=0)))
-    assert notes(task) == []
+@pytest.mark.parametrize(
+    ("items", "node"),
+    [
+        ([call(0, gives=0), call(1, 0, gives=1)], 1),
+        ([send("there", 8), recv("x", 0)], 1),
+        ([UseResource("no such queue", ResourceOp("queue.dequeue"), gives=(0,))], 0),
+        ([call(2, gives=0)], None),
+    ],
+    ids=["a call", "a transfer", "a resource", "an interrupt"],
+)
+def test_an_error_names_its_node_and_line_and_an_interrupt_none(items: list[Item], node: int | None) -> None:
+    task = Task(*calls([], 1), failing(ValueError("bad")), failing(KeyboardInterrupt()))
+    run_named(task, named_plan(*items))
+    if not task.outcomes:
+        task.arrive("x", ConnectionError("gone"))
+    assert notes(task) == ([] if node is None else [f"in %{node} (op)\n  at x.py:{node}"])
 
 
 def test_what_ends_a_step_from_outside_is_of_no_node() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import msgspec
 import pytest
 
@@ -16,7 +15,6 @@ from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.syntax.text import parse
 from tests.lowering.meaning import PS_0, PS_1, TASKS, WORKER
-from tests.lowering.one_process import Cluster
 
 TRAIN = """
 graph(%w: ref<f32[3]> @/job:ps/task:0, %rate: ref<f32[3]> @/job:ps/task:0, %steps: ref<i32[]>, %x: f32[3]) {
@@ -72,23 +70,6 @@ def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
 def test_a_plan_travels_as_data() -> None:
     for part in plans(TRAIN).values():
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(part.plan), type=Plan) == part.plan
-
-
-def test_the_same_graph_has_the_same_plans() -> None:
-    assert plans(TRAIN)[WORKER].plan == plans(TRAIN)[WORKER].plan
-
-
-def test_two_tasks_train() -> None:
-    graph = parse(TRAIN)
-    state = {"w": jnp.ones(3), "rate": jnp.full(3, 0.5), "steps": jnp.int32(0)}
-    cluster = Cluster(graph, state)
-    for seed, wanted in enumerate([2.0, 4.0, 8.0]):
-        product, x, seven = cluster.run([jnp.full(3, 2.0)], seed)
-        assert product.tolist() == [wanted] * 3
-        assert x.tolist() == [2.0] * 3
-        assert seven == 7
-    assert cluster.state()["w"].tolist() == [8.0] * 3
-    assert cluster.state()["steps"].item() == 3
 
 
 def test_alone_there_is_one_plan_of_one_call() -> None:

@@ -149,25 +149,6 @@ def test_a_change_that_failed_is_made_by_the_next_attempt(task: Task) -> None:
     assert task.state() == (11, 10, 1, [10])
 
 
-def test_steps_of_no_run_change_state_each_time(task: Task) -> None:
-    task.store.applied.attempt = lambda step: None  # type: ignore[method-assign, assignment, return-value]
-    for count in (1, 2):
-        step = StepId(WORKER, count)
-        run = task.run_of(
-            task.executable,
-            task.store,
-            Mailbox(task.mail, WORKER),
-            step,
-            [jnp.float32(1)],
-            task.outcomes.append,
-            lambda work: work(),
-        )
-        run.start()
-        Mailbox(task.mail, PS_0).send(step, "x", WORKER, [jnp.float32(10)])
-        assert task.state() == (11 * count, 10 * count, count, [10] * count)
-
-
-QUEUE = QueueType((F32,))
 KINDS = {kind.value: kind for kind in QueueKind}
 #: Each op with results on a queue and on an accumulator, with the number of its results.
 QUEUE_OPS = [

@@ -83,6 +83,9 @@ def test_the_rule_is_kept_and_the_function_has_run_once(make: Any, compiled: boo
     np.testing.assert_allclose(value, want, rtol=1e-6)
     np.testing.assert_allclose(gradient, want_gradient, rtol=1e-6)
     assert (state.calls.read(), state.total.read()) == (1, 6.0)
+    y, calls = run(fn, compiled, X)
+    np.testing.assert_allclose(y, plain(X), rtol=1e-6)
+    assert (calls, state.total.read()) == (2, 12.0)
 
 
 @KINDS
@@ -92,14 +95,6 @@ def test_a_later_read_of_what_it_wrote_has_its_ordinary_derivative(make: Any, co
     gradient = run(dflow.grad(lambda x: fn(x)[0].sum() + 2.0 * state.total.read() ** 2), compiled, X)
     want = jax.grad(lambda x: plain(x).sum() + 2.0 * x.sum() ** 2)(X)
     np.testing.assert_allclose(gradient, want, rtol=1e-6)
-
-
-@KINDS
-@COMPILED
-def test_without_a_derivative_its_body_runs(make: Any, compiled: bool, state: State) -> None:
-    y, calls = run(make(state), compiled, X)
-    np.testing.assert_allclose(y, plain(X), rtol=1e-6)
-    assert (calls, state.total.read()) == (1, 6.0)
 
 
 def in_scan(fn: Callable[..., Any], x: Any) -> Any:
@@ -119,11 +114,10 @@ def in_jit(fn: Callable[..., Any], x: Any) -> Any:
 
 
 @KINDS
-@COMPILED
 @pytest.mark.parametrize(("within", "calls"), [(in_scan, 3), (in_cond, 1), (in_remat, 1), (in_jit, 2)])
-def test_inside_control_flow(within: Any, calls: int, make: Any, compiled: bool, state: State) -> None:
+def test_inside_control_flow_the_rule_is_kept(within: Any, calls: int, make: Any, state: State) -> None:
     fn = make(state)
-    gradient = run(dflow.grad(lambda x: within(lambda y: fn(y)[0], x)), compiled, X)
+    gradient = dflow.jit(dflow.grad(lambda x: within(lambda y: fn(y)[0], x)))(X)
     np.testing.assert_allclose(gradient, jax.grad(lambda x: within(plain, x))(X), rtol=1e-5)
     assert state.calls.read() == calls
 
@@ -207,6 +201,16 @@ def test_second_order(state: State) -> None:
     assert dflow.grad(dflow.grad(cube))(2.0) == 5.0
 
 
+def with_rule(way: str, body: Callable[[Any], Any]) -> Any:
+    """Return the function with a rule whose derivative is 7 times the sum."""
+    fn: Any = jax.custom_jvp(body) if way == "jvp" else jax.custom_vjp(body)
+    if way == "jvp":
+        fn.defjvp(lambda primals, tangents: (fn(*primals), 7.0 * tangents[0].sum()))
+    else:
+        fn.defvjp(lambda x: (fn(x), x), lambda x, ct: (7.0 * ct * jnp.ones_like(x),))
+    return fn
+
+
 @pytest.mark.parametrize("way", ["jvp", "vjp"])
 @COMPILED
 def test_a_function_with_a_rule_may_close_over_an_array(way: str, compiled: bool, state: State) -> None:
@@ -216,11 +220,7 @@ def test_a_function_with_a_rule_may_close_over_an_array(way: str, compiled: bool
         state.calls.assign_add(1)
         return (x * factors).sum()
 
-    fn: Any = jax.custom_jvp(body) if way == "jvp" else jax.custom_vjp(body)
-    if way == "jvp":
-        fn.defjvp(lambda primals, tangents: (fn(*primals), 7.0 * tangents[0].sum()))
-    else:
-        fn.defvjp(lambda x: (fn(x), x), lambda x, ct: (7.0 * ct * jnp.ones_like(x),))
+    fn = with_rule(way, body)
     np.testing.assert_allclose(run(dflow.grad(lambda x: fn(x) ** 2), compiled, X), 14 * (X * factors).sum() + 0 * X)
     assert state.calls.read() == 1
 
@@ -236,11 +236,7 @@ def test_a_queue_in_a_differentiated_function_with_a_rule_is_refused_and_loses_n
     def body(x: Any) -> Any:
         return queue.dequeue() * x.sum()
 
-    fn: Any = jax.custom_jvp(body) if way == "jvp" else jax.custom_vjp(body)
-    if way == "jvp":
-        fn.defjvp(lambda primals, tangents: (fn(*primals), tangents[0].sum()))
-    else:
-        fn.defvjp(lambda x: (fn(x), x), lambda x, ct: (ct * jnp.ones_like(x),))
+    fn = with_rule(way, body)
     with pytest.raises(dflow.QueueError, match=r"in a differentiated function with a custom(.|\n)*as an argument"):
         run(dflow.grad(fn, argnums=0), compiled, X)
     assert queue.size() == 4

@@ -78,12 +78,8 @@ BODIES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
-def test_the_gradient_of_lookups_in_a_body_is_rows(kind: str, compiled: bool, table: Variable) -> None:
-    def step(ids: Any) -> Any:
-        return dflow.value_and_grad(lambda: BODIES[kind](table, ids), table, rows=True)()
-
-    value, gradient = (dflow.jit(step) if compiled else step)(IDS)
+def test_the_gradient_of_lookups_in_a_body_is_rows(kind: str, table: Variable) -> None:
+    value, gradient = dflow.value_and_grad(lambda: BODIES[kind](table, IDS), table, rows=True)()
     wanted = jax.value_and_grad(lambda t: BODIES[kind](t, IDS))(TABLE)
     assert dflow.is_row_gradient(gradient)
     np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
@@ -159,11 +155,9 @@ def test_random_bodies_have_the_gradient_that_jax_gives(programs: list[Any]) -> 
 
 
 @pytest.mark.parametrize("kind", ["scan", "cond", "checkpoint", "scan of checkpoints", "scan of scans"])
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_a_step_allocates_nothing_of_the_size_of_its_table(kind: str, name: str) -> None:
+def test_a_step_allocates_nothing_of_the_size_of_its_table(kind: str) -> None:
     large = dflow.Variable(lambda: jnp.ones((50_000, 16)), name="large")
-    rule = optax.sgd(0.1) if name == "sgd" else optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
-    optimizer = dflow.Optimizer(rule, [large])
+    optimizer = dflow.Optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1)), [large])
 
     @dflow.jit
     def step(ids: Any) -> None:
@@ -171,23 +165,6 @@ def test_a_step_allocates_nothing_of_the_size_of_its_table(kind: str, name: str)
 
     memory = step.lower(IDS).compile().memory_analysis()
     assert memory.temp_size_in_bytes < large.type.size_bytes / 100
-
-
-def test_microbatches_in_the_loss_are_optimized_as_by_optax(table: Variable) -> None:
-    optimizer = dflow.Optimizer(optax.adagrad(0.1), [table])
-    batches = jnp.array([[3, 3], [4, 1], [3, 1]])
-
-    @dflow.jit
-    def step() -> None:
-        optimizer.apply(dflow.grad(lambda: added(table, batches), [table])())
-
-    rule, values = optax.adagrad(0.1), TABLE
-    slots = rule.init(values)
-    for _ in range(3):
-        step()
-        updates, slots = rule.update(jax.grad(added)(values, batches), slots)
-        values += updates
-    np.testing.assert_allclose(table.read(), values, rtol=1e-4)
 
 
 def test_what_a_body_writes_is_written_once(table: Variable) -> None:
@@ -363,12 +340,9 @@ def test_a_branch_that_is_not_taken_computes_no_places() -> None:
     np.testing.assert_array_equal(step(jnp.int32(5)), jnp.zeros((97, 2)).at[jnp.array([5, 7])].set(1.0))
 
 
-@pytest.mark.parametrize("fetch", [lambda t, i: t[i], lambda t, i: jnp.take(t, i, axis=0)], ids=["index", "take"])
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 @pytest.mark.parametrize("kind", ["scan", "cond"])
-def test_indices_that_a_callback_computes_are_computed_once(
-    kind: str, compiled: bool, fetch: Callable[[Any, Any], Any], table: Variable
-) -> None:
+def test_indices_that_a_callback_computes_are_computed_once(kind: str, compiled: bool, table: Variable) -> None:
     called: list[int] = []
 
     def told(n: Any) -> Any:
@@ -376,8 +350,8 @@ def test_indices_that_a_callback_computes_are_computed_once(
 
     def loss() -> Any:
         if kind == "cond":
-            return jax.lax.cond(IDS[0] > 0, lambda: fetch(table, told(jnp.int32(2))).sum(), lambda: 0.0)
-        return jax.lax.scan(lambda c, i: (c + fetch(table, told(i)).sum(), None), 0.0, jnp.arange(3))[0]
+            return jax.lax.cond(IDS[0] > 0, lambda: jnp.take(table, told(jnp.int32(2)), axis=0).sum(), lambda: 0.0)
+        return jax.lax.scan(lambda c, i: (c + table[told(i)].sum(), None), 0.0, jnp.arange(3))[0]
 
     gradient = dflow.grad(loss, table, rows=True)
     found = (dflow.jit(gradient) if compiled else gradient)()

@@ -33,8 +33,8 @@ def unrolled(turns: int, x: Any) -> Any:
 X = jnp.array([1.2, 2.5])
 
 
-@pytest.mark.parametrize("max_iters", [1, 2, 3, 7, 16, 17, 100])
-@pytest.mark.parametrize("turns", [0, 1, 3, 16])
+@pytest.mark.parametrize("max_iters", [1, 3, 16, 17])
+@pytest.mark.parametrize("turns", [0, 1, 16])
 def test_it_is_jaxs_loop_forward_and_the_unrolled_loop_backward(turns: int, max_iters: int) -> None:
     def loop(x: Any) -> Any:
         return dflow.while_loop(lambda c: c["turn"] < turns, body, start(x), max_iters=max_iters)

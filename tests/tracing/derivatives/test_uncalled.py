@@ -23,19 +23,13 @@ _UNCALLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "unpacked": (lambda made, v: (lambda value, gradient: None)(*made), "unpacking"),
     "indexed": (lambda made, v: made[0], "indexing"),
     "scaled": (lambda made, v: 0.1 * made, "arithmetic"),
-    "negated": (lambda made, v: -made, "arithmetic"),
-    "subtracted": (lambda made, v: v - made, "an operation on arrays"),
     "assigned": (lambda made, v: v.assign_sub(made), "an operation on arrays"),
     "compared": (lambda made, v: made < 1, "a comparison"),
     "converted": (lambda made, v: float(made), "a conversion"),
     "summed": (lambda made, v: jnp.sum(made), "an operation on arrays"),
-    "chosen": (lambda made, v: jnp.where(v > 0, made, 0), "an operation on arrays"),
-    "stacked": (lambda made, v: jnp.stack([made, made]), "an operation on arrays"),
     "compiled": (lambda made, v: dflow.jit(lambda x: x)(made), "an operation on arrays"),
     "by lax": (lambda made, v: jax.lax.neg(made), "an operation on arrays"),
-    "by lax with another": (lambda made, v: jax.lax.add(v.read(), made), "an operation on arrays"),
     "by lax in traced code": (lambda made, v: jax.jit(lambda: jax.lax.exp(made))(), "an operation on arrays"),
-    "divided": (lambda made, v: made // 2, "arithmetic"),
     "the rest": (lambda made, v: 2 % made, "arithmetic"),
     "to NumPy": (lambda made, v: np.asarray(made), "an operation on arrays"),
     "applied": (lambda made, v: dflow.Optimizer(optax.sgd(0.1), v).apply(made), "apply"),
@@ -62,6 +56,7 @@ def test_a_derivative_is_a_method_like_any_function(v: dflow.Variable) -> None:
 
     np.testing.assert_array_equal(Model().gradient(jnp.arange(3.0)), [0, 1, 2])
     assert dflow.grad(cubes).__name__ == "cubes"
+    assert dflow.grad(cubes)
     assert repr(dflow.grad(cubes)) == "<dflow.grad of cubes>"
 
 
@@ -72,8 +67,3 @@ def cubes(x: Any) -> Any:
 def test_an_attribute_of_an_array_is_not_there_until_the_call(v: dflow.Variable) -> None:
     with pytest.raises(AttributeError, match=r"dflow\.grad returns a function, which has no 'real'(.|\n)*call it"):
         optax.tree.norm(dflow.grad(v.sum, [v]))
-
-
-def test_a_derivative_is_true_and_prints_as_any_function(v: dflow.Variable) -> None:
-    assert dflow.grad(cubes)
-    assert f"{dflow.grad(cubes)}" == "<dflow.grad of cubes>"

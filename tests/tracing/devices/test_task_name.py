@@ -13,6 +13,6 @@ def test_a_name_and_its_parts() -> None:
 
 
 @pytest.mark.parametrize("bad", ["ps:3", "/job:ps/task:", "/job:p s/task:1", "/job:ps/task:1/"])
-def test_what_is_no_name_is_refused(bad: str) -> None:
+def test_a_text_that_is_no_name_of_a_task_is_refused(bad: str) -> None:
     with pytest.raises(DeviceError, match="is not the name of a task; write /job:<job>/task:<index>"):
         split_task_name(bad)

@@ -10,10 +10,7 @@ import pytest
 
 import dflow
 from dflow.tables.changed_rows import track_changed_rows
-from dflow.tracing.errors import GraphTypeError
-from dflow.tracing.ir.op import OPS
 from dflow.tracing.ir.row_marks import LIFE, PERIOD, fresh_marks, marked, marks_type
-from dflow.tracing.ir.types import parse_type
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.syntax.text import parse, text
@@ -83,17 +80,3 @@ def test_marks_and_rows_are_written_in_place(table: Variable) -> None:
     step(ids, rows)
     table.scatter_add(ids, rows)
     assert buffers() == before
-
-
-@pytest.mark.parametrize(
-    ("operands", "message"),
-    [
-        (["ref<i32[7]>", "f32[5,2]"], r"the second operand is f32\[5,2\], not a variable"),
-        (["ref<i32[5]>", "ref<f32[5,2]>"], r"ref<i32\[5\]> are not the marks of ref<f32\[5,2\]>"),
-        (["ref<i32[7]>", "ref<f32[5,2]>", "f32[1]"], r"the indices are f32\[1\], not integers"),
-    ],
-)
-def test_the_typing_rule(operands: list[str], message: str) -> None:
-    rule: Any = OPS["var.mark"].rule
-    with pytest.raises(GraphTypeError, match=f"var.mark: {message}"):
-        rule(*map(parse_type, operands))

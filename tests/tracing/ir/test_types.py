@@ -50,7 +50,7 @@ _ENDLESS = ["ref<" * 3000 + "f32[]" + ">" * 3000, "queue<" * 3000 + ">" * 3000, 
 @pytest.mark.parametrize(
     "text", ["f32", "f32[a]", "ref<token>", "f32[2", "[2]", "", "f32[1,,2]", "f32[2]\n", *_ENDLESS]
 )
-def test_what_is_no_type_is_refused(text: str) -> None:
+def test_a_text_that_is_no_type_is_refused(text: str) -> None:
     with pytest.raises(
         ParseError,
         match=r"is not a type; a type looks like f32\[2,3\], ~f32\[\], ref<f32\[3\]>, queue<f32\[3\]>, accumulator",
@@ -150,15 +150,24 @@ def test_an_op_is_declared_once() -> None:
         op("var.read")(lambda: ())
 
 
-def test_the_typing_rules_of_state() -> None:
-    ref, array = parse_type("ref<f32[3]>"), parse_type("f32[2]")
-    for name in ("var.assign", "var.assign_add"):
-        rule: Any = OPS[name].rule
-        assert [str(type) for type in rule(ref, parse_type("~f32[3]"))] == ["token"]
-        with pytest.raises(GraphTypeError, match=rf"{name}: the value is f32\[2\] but the variable holds f32\[3\]"):
-            rule(ref, array)
-        with pytest.raises(GraphTypeError, match=rf"{name}: the first operand is f32\[2\], not a variable"):
-            rule(array, array)
-    read: Any = OPS["var.read"].rule
-    with pytest.raises(GraphTypeError, match=r"var.read: the operand is f32\[2\], not a variable"):
-        read(array)
+@pytest.mark.parametrize(
+    ("op", "operands", "message"),
+    [
+        ("var.read", "f32[2]", r"the operand is f32\[2\], not a variable"),
+        ("var.assign", "ref<f32[3]> f32[2]", r"the value is f32\[2\] but the variable holds f32\[3\]"),
+        ("var.assign_add", "f32[2] f32[2]", r"the first operand is f32\[2\], not a variable"),
+        ("var.assign_mul", "ref<key<fry>[]> key<fry>[]", r"key<fry>\[\] cannot be computed with"),
+        ("var.gather", "f32[5,2] i32[1]", r"the first operand is f32\[5,2\], not a variable"),
+        ("var.gather", "ref<f32[5,2]> token", "the indices are token, not an array"),
+        ("var.gather", "ref<f32[5,2]> f32[1]", r"the indices are f32\[1\], not integers"),
+        ("var.scatter_add", "i32[1] i32[1] f32[1,2]", r"the first operand is i32\[1\], not a variable"),
+        ("var.scatter_add", "ref<f32[5,2]> i32[1] f32[2]", r"the rows are f32\[2\] but i32\[1\] of f32\[5,2\]"),
+        ("var.mark", "ref<i32[7]> f32[5,2]", r"the second operand is f32\[5,2\], not a variable"),
+        ("var.mark", "ref<i32[5]> ref<f32[5,2]>", r"ref<i32\[5\]> are not the marks of ref<f32\[5,2\]>"),
+        ("var.mark", "ref<i32[7]> ref<f32[5,2]> f32[1]", r"the indices are f32\[1\], not integers"),
+    ],
+)
+def test_operands_that_an_op_on_a_variable_does_not_take_are_refused(op: str, operands: str, message: str) -> None:
+    rule: Any = OPS[op].rule
+    with pytest.raises(GraphTypeError, match=f"{op}: {message}"):
+        rule(*map(parse_type, operands.split()))

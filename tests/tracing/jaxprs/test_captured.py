@@ -33,14 +33,6 @@ def test_writing_to_a_numpy_array_after_the_trace_changes_nothing(size: int, sta
     assert before == (ours(1.0), theirs(1.0)) == (2 * size, 2 * size)
 
 
-def test_an_array_may_be_deleted_after_the_trace() -> None:
-    table = jnp.ones(LARGE)
-    fn = dflow.jit(lambda x: (x + table).sum())
-    assert fn(1.0) == 2 * LARGE
-    table.delete()
-    assert fn(2.0) == 3 * LARGE
-
-
 def test_an_array_that_is_closed_over_may_be_donated_too() -> None:
     table = jnp.ones(LARGE)
     fn = dflow.jit(lambda x: x + table, donate_argnums=0)
@@ -71,13 +63,6 @@ def test_an_array_is_captured_as_it_is(dtype: str, committed: bool) -> None:
     np.testing.assert_array_equal(held, table)
     is_copy = held.unsafe_buffer_pointer() != table.unsafe_buffer_pointer()
     assert is_copy == (dtype == "int4")
-
-
-def test_a_captured_array_outlives_a_donation_of_what_it_was_taken_of() -> None:
-    table = jnp.arange(float(LARGE))
-    held = captured(table)
-    jax.block_until_ready(jax.jit(lambda x: x * 0 + 7, donate_argnums=0)(table))
-    np.testing.assert_array_equal(held, np.arange(float(LARGE)))
 
 
 def test_traces_share_what_they_hold_of_an_array_and_keep_it_as_long_as_they_live() -> None:

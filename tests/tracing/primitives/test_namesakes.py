@@ -39,7 +39,6 @@ def model(prefix: str = "") -> Any:
 
 _USES: dict[str, Callable[[Any], Any]] = {
     "read": lambda tree: tree["w"].read(),
-    "gather": lambda tree: tree["w"][jnp.array([0])],
     "write": lambda tree: tree["w"].assign(jnp.ones(2)),
     "function": lambda tree: dflow.jit(lambda: tree["w"].assign_add(jnp.ones(2)))(),
 }
@@ -162,11 +161,6 @@ def test_a_loaded_model_is_silent_whatever_is_made_after_it(tmp_path: Path) -> N
     loaded.call(jnp.ones(2))
 
 
-def _passing(tree: Any) -> Callable[[], Any]:
-    step = dflow.jit(lambda w: w.assign_add(jnp.ones(2)))
-    return lambda: step(tree["w"])
-
-
 def _of_two_programs(tree: Any) -> Callable[[], Any]:
     queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((2,), jnp.float32))
 
@@ -183,9 +177,7 @@ def _with_a_loop(tree: Any) -> Callable[[], Any]:
 
 
 _STEPS: dict[str, Callable[[Any], Callable[[], Any]]] = {
-    "reads": lambda tree: dflow.jit(lambda: tree["w"] * 2),
     "writes": lambda tree: dflow.jit(lambda: tree["w"].assign_add(jnp.ones(2))),
-    "takes it as an argument": _passing,
     "of two programs": _of_two_programs,
     "with a loop": _with_a_loop,
 }
@@ -234,11 +226,3 @@ def test_models_of_one_class_are_warned_of_once_each_however_often_they_are_used
     assert len(caught) == 2  # for the first and the second, and for the second and the third
     assert all(str(each.message).startswith("variables 'w', 'b': expected an unused name") for each in caught)
     assert "or its own `dflow.container(...)`" in str(caught[0].message)
-
-
-def test_models_of_one_class_in_containers_of_their_own_are_silent(place: Place) -> None:
-    layers = []
-    for name in ("left", "right"):
-        with dflow.container(name), place[0]():
-            layers.append(Layer())
-    used_in_turn(layers)

@@ -11,21 +11,15 @@ import pytest
 import dflow
 from dflow.tracing.rows import rows_to_dense
 from dflow.tracing.state.resources import Variable
-from tests.tracing.rows.lookup_table import IDS, TABLE, loss_of
+from tests.tracing.rows.lookup_table import IDS, loss_of
 
 
-@pytest.fixture
-def table() -> Variable:
-    return dflow.Variable(TABLE, name="table")
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_to_dense, "LARGE_BYTES", 1)
     monkeypatch.setattr(rows_to_dense, "LARGE_RATIO", 1)
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_a_dense_gradient_of_a_large_table_is_reported_with_what_needs_it(table: Variable) -> None:
     optimizer = dflow.Optimizer(optax.adam(0.1), [table])
 
@@ -42,7 +36,6 @@ def test_a_dense_gradient_of_a_large_table_is_reported_with_what_needs_it(table:
     assert "lazy_rows=True" in message
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_what_stays_rows_is_not_reported(table: Variable) -> None:
     optimizer = dflow.Optimizer(optax.adagrad(0.1), [table])
     with warnings.catch_warnings():
@@ -50,13 +43,11 @@ def test_what_stays_rows_is_not_reported(table: Variable) -> None:
         dflow.jit(lambda i: optimizer.apply(dflow.grad(lambda: loss_of(table, i), [table])()))(IDS)
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_a_gradient_that_is_given_back_is_reported(table: Variable) -> None:
     with pytest.warns(dflow.DenseGradientWarning, match=r"for the result of the function\n(.|\n)*rows=True"):
         dflow.jit(lambda i: dflow.grad(lambda: loss_of(table, i), table)())(IDS)
 
 
-@pytest.mark.usefixtures("small_is_large")
 def test_a_dense_gradient_outside_of_traced_code_is_reported(table: Variable) -> None:
     with pytest.warns(dflow.DenseGradientWarning, match=r"outside of traced code(.|\n)*dflow.jit"):
         dflow.grad(lambda: loss_of(table, IDS), table)()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,28 +20,6 @@ from dflow.tracing.rows import keep_rows
 from dflow.tracing.state.resources import Variable
 from tests.effort import examples
 from tests.tracing.rows.lookup_table import IDS, SCALE, SHAPE, TABLE, grown, loss_of
-
-
-@pytest.fixture
-def table() -> Variable:
-    return dflow.Variable(TABLE, name="table")
-
-
-def test_two_microbatches_are_summed_and_their_norm_is_that_of_the_gradient() -> None:
-    e = dflow.Variable(jnp.ones((10, 2)), name="e")
-    optimizer = dflow.Optimizer(optax.sgd(1.0), [e])
-
-    @dflow.jit
-    def step(ids: Any, more: Any) -> Any:
-        g = dflow.grad(lambda: jnp.sum(e[ids]), [e])()
-        h = dflow.grad(lambda: jnp.sum(e[more]), [e])()
-        optimizer.apply(jax.tree.map(jnp.add, g, h))
-        return optax.tree.norm(g)
-
-    assert float(step(jnp.array([3, 3]), jnp.array([5, 1]))) == pytest.approx(8**0.5)
-    wanted = jnp.ones((10, 2)).at[jnp.array([3, 3, 5, 1])].add(-1.0)
-    np.testing.assert_array_equal(e.read(), wanted)
-
 
 #: Uses of a gradient and of a second one; each gives an array of their shape, or a number.
 USES: dict[str, Callable[[Any, Any], Any]] = {
@@ -275,15 +252,6 @@ def test_one_number_in_arrays_of_several_shapes(table: Variable) -> None:
         return jnp.sum(g.sum(axis=1) * x) + jnp.sum(g * jnp.broadcast_to(x[:, None], SHAPE))
 
     np.testing.assert_allclose(step(IDS), 6 * jax.grad(loss_of)(TABLE, IDS).sum(), rtol=1e-5)
-
-
-def test_a_program_without_lookups_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def searched(jaxpr: Any) -> Any:
-        raise AssertionError("searched")
-
-    monkeypatch.setattr(keep_rows, "is_bound", threading.Event())
-    monkeypatch.setattr(keep_rows, "_counts", searched)
-    assert dflow.jit(lambda x: 2 * x)(1.0) == 2.0
 
 
 def test_each_body_of_a_program_is_searched_once(monkeypatch: pytest.MonkeyPatch, table: Variable) -> None:

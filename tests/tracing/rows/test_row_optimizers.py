@@ -17,47 +17,28 @@ from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.state.resources import Variable
 from tests.tracing.rows.lookup_table import IDS, SCALE, SHAPE, TABLE, grown, loss_of
 
-
-@pytest.fixture
-def table() -> Variable:
-    return dflow.Variable(TABLE, name="table")
-
-
-@pytest.fixture
-def scale() -> Variable:
-    return dflow.Variable(SCALE, name="scale")
-
-
 BY_ROWS = {
     "sgd": optax.sgd(0.1),
     "schedule": optax.sgd(optax.linear_schedule(0.1, 0.01, 3)),
     "hyperparameters": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
-    "chain": optax.chain(optax.scale(3.0), optax.scale_by_learning_rate(0.1)),
     "one of two": optax.multi_transform({"a": optax.sgd(0.1), "b": optax.adam(0.1)}, ["a", "b"]),
     "adagrad": optax.adagrad(0.1),
     "global norm": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
     "clipped adagrad": optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)),
     "clip": optax.chain(optax.clip(0.1), optax.sgd(0.1)),
     "block": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
-    "sign": optax.sign_sgd(0.1),
     "normalized": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
     "no nans": optax.chain(optax.zero_nans(), optax.adagrad(0.1)),
     "frozen": optax.set_to_zero(),
-    "finite sgd": optax.apply_if_finite(optax.sgd(0.1), 2),
     "finite adagrad": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)), 2),
     "for two steps": optax.conditionally_transform(optax.scale(-0.1), lambda step: step < 2),
 }
 DENSE = {
     "momentum": optax.sgd(0.1, momentum=0.9),
-    "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": optax.adam(1e-2),
-    "rmsprop": optax.rmsprop(1e-2),
     "adafactor": optax.adafactor(1e-2),
     "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
-    "lars": optax.lars(0.1),
-    "finite adam": optax.apply_if_finite(optax.adam(1e-2), 2),
     "every second step": optax.MultiSteps(optax.sgd(0.1), 2),
-    "clipped by the parameters": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
 }
 
@@ -227,9 +208,8 @@ def test_lazy_rows_are_left_as_they_are(name: str, as_rows: bool, table: Variabl
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "clipped adagrad"])
-def test_over_a_cluster_rows_travel(name: str) -> None:
-    transformation = BY_ROWS[name]
+def test_over_a_cluster_rows_travel() -> None:
+    transformation = BY_ROWS["clipped adagrad"]
     with memory_cluster(ps=1, workers=1) as cluster:
         worker = cluster.worker()
         with worker.parameter_servers():

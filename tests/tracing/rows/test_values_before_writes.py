@@ -16,11 +16,6 @@ from dflow.tracing.state.resources import Variable
 from tests.tracing.rows.lookup_table import IDS, SHAPE, TABLE, loss_of
 
 
-@pytest.fixture
-def table() -> Variable:
-    return dflow.Variable(TABLE, name="table")
-
-
 def test_a_value_that_is_needed_after_its_variable_was_written_is_of_before(table: Variable) -> None:
     slot = dflow.Variable(TABLE + 1, name="slot")
 

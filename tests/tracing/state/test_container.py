@@ -86,17 +86,6 @@ def test_an_inner_container_is_reset_alone_and_a_longer_name_is_another() -> Non
     assert dflow.containers() == ("run10",)
 
 
-def test_what_is_made_anew_is_new() -> None:
-    with dflow.container("run1"):
-        old = dflow.Variable(1.0, name="w")
-    dflow.reset_container("run1")
-    with dflow.container("run1"):
-        new = dflow.Variable(2.0, name="w")
-    assert (new.name, float(new.read())) == (old.name, 2.0)
-    with pytest.raises(VariableError, match="'run1/w' is gone"):
-        old.read()
-
-
 def test_the_memory_of_a_value_is_free_after_a_reset() -> None:
     with dflow.container("run1"):
         w = dflow.Variable(jnp.ones(2))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflow.tracing.errors import DflowError, InternalError, VariableError, VariableShapeError
+from dflow.tracing.errors import InternalError, VariableError, VariableShapeError
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.resources import Variable, read
@@ -18,23 +18,11 @@ from dflow.tracing.syntax.text import text
 from tests.graphs_ import a_home
 from tests.reference.interpret import interpret
 
-HERE = "test_resources.py:"
-
 
 @pytest.fixture
 def w() -> Variable:
     with a_home():
         return Variable(jnp.arange(3.0), name="w")
-
-
-def test_a_wrong_shape_names_both_types_the_variable_the_line_and_the_remedy(w: Variable) -> None:
-    for method in (w.assign, w.assign_add):
-        with pytest.raises(VariableShapeError) as caught:
-            method(jnp.zeros((2, 3)))
-        first, place, remedy = str(caught.value).split("\n")
-        assert first == f"variable 'w' holds f32[3] but {method.__name__} was given f32[2,3]"
-        assert HERE in place
-        assert "reshape or broadcast_to" in remedy
 
 
 def test_a_wrong_dtype_names_the_conversion(w: Variable) -> None:
@@ -80,35 +68,6 @@ def test_a_variable_is_an_argument_a_result_and_twice_the_same(w: Variable) -> N
     returned, value = jax.tree.unflatten(traced.out_tree, outputs)
     assert returned is w
     np.testing.assert_array_equal(value, [2.0, 2.0, 2.0])
-
-
-def test_it_stands_where_an_array_stands(w: Variable) -> None:
-    def use(x: Any) -> Any:
-        return [w + x, x - w, w @ x, -w, w[1:], w > x, w**2, jnp.asarray(w)]
-
-    for value, wanted in zip(use(jnp.ones(3)), _plain(jnp.ones(3)), strict=True):
-        np.testing.assert_array_equal(value, wanted)
-    assert (len(w), w.ndim, w.size, w.shape, str(w.dtype)) == (3, 1, 3, (3,), "float32")
-    assert repr(w) == "<Variable 'w': f32[3]>"
-
-
-def test_in_traced_code_any_function_of_jax_takes_it(w: Variable) -> None:
-    traced = trace(lambda: jnp.sin(w) + jnp.dot(w, w), (), {})
-    outputs, _ = interpret(traced.graph, traced.constants, {"w": w.read()})
-    np.testing.assert_allclose(outputs[0], jnp.sin(w.read()) + 5.0, rtol=1e-6)
-
-
-def _plain(x: Any) -> Any:
-    v = jnp.arange(3.0)
-    return [v + x, x - v, v @ x, -v, v[1:], v > x, v**2, v]
-
-
-def test_plain_jit_of_a_stateful_function_says_what_to_do(w: Variable) -> None:
-    with pytest.raises(
-        DflowError,
-        match=r"'w' is used in a function that JAX compiles without dflow(.|\n)*@dflow.jit, or pass it the variable as",
-    ):
-        jax.jit(lambda x: w.read() + x)(1.0)
 
 
 def test_a_tree_of_arrays_becomes_a_tree_of_named_variables() -> None:

@@ -16,10 +16,9 @@ from dflow.tracing.errors import DflowError, ParseError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jaxprs.attributes import Body, evaluate, normal, restored
 from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.state.resources import Variable
 from dflow.tracing.syntax.text import marked, parse, text
 from tests.effort import examples
-from tests.graphs_ import Case, a_home, cases, graphs
+from tests.graphs_ import Case, cases, graphs
 from tests.reference.interpret import interpret
 
 X = jnp.arange(20.0).reshape(4, 5) / 7 - 1
@@ -58,7 +57,6 @@ TABLE = np.arange(5, dtype=np.float32)
 #: Functions whose graphs are also run after parsing.
 RUNNING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "relu": (jax.nn.relu, (X,)),
-    "softmax": (jax.nn.softmax, (X,)),
     "gelu": (jax.nn.gelu, (X,)),
     "conv": (
         lambda x: jax.lax.conv_general_dilated(
@@ -66,14 +64,10 @@ RUNNING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
         (IMAGE,),
     ),
-    "gather": (lambda x, i: x[i], (X, np.array([2, 0]))),
     "gather with a fill": (lambda x, i: x.at[i].get(mode="fill", fill_value=7.0), (X, np.array([2, 9]))),
-    "scatter": (lambda x, i: x.at[i].set(1.0), (X, np.array([2, 0]))),
     "scatter add": (lambda x, i: x.at[i].add(0.5), (X, np.array([2, 2]))),
     "sort": (jnp.sort, (X,)),
-    "argsort": (jnp.argsort, (X,)),
     "scan": (lambda x: jax.lax.scan(lambda c, a: (c + a * 0.5, c * a), x[0], x), (X,)),
-    "reverse scan": (lambda x: jax.lax.scan(lambda c, a: (c - a, c), x[0], x, reverse=True), (X,)),
     "scan in a scan": (
         lambda x: jax.lax.scan(lambda c, a: (jax.lax.scan(lambda d, b: (d + b, None), c, a)[0], c), 0.0, x),
         (X,),
@@ -85,28 +79,18 @@ RUNNING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "custom vjp": (clipped, (X,)),
     "gradient of a custom vjp": (jax.grad(lambda x: clipped(x).sum()), (X,)),
     "remat": (jax.grad(jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)).sum())), (X,)),
-    "cumsum": (jnp.cumsum, (X,)),
     "associative scan": (lambda x: jax.lax.associative_scan(jnp.multiply, x), (X,)),
-    "random bits": (lambda seed: jax.random.bits(jax.random.key(seed), (3,)), (4,)),
     "random normal": (lambda key: jax.random.normal(key, (3,)), (jax.random.PRNGKey(1),)),
     "random permutation": (lambda x: jax.random.permutation(jax.random.key(1), x), (X,)),
-    "dot": (lambda x: jnp.dot(x, x.T, precision="highest"), (X,)),
     "dot in bf16": (lambda x: jnp.dot(x.astype(jnp.bfloat16), x.T, preferred_element_type=jnp.float32), (X,)),
     "fft": (lambda x: jnp.abs(jnp.fft.fft(x)), (X,)),
-    "complex": (lambda x: x * (1 + 2j), (X,)),
-    "argmax": (lambda x: jnp.argmax(x, axis=1), (X,)),
     "dynamic slice": (lambda x, i: jax.lax.dynamic_slice(x, (i, 0), (2, 2)), (X, 1)),
-    "one hot": (lambda i: jax.nn.one_hot(i, 5), (np.array([1, 4]),)),
     "top k": (lambda x: jax.lax.top_k(x, 2), (X,)),
-    "max pool": (lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (1, 1), "SAME"), (X,)),
     "gradient of a max pool": (
         jax.grad(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "SAME").sum()),
         (X,),
     ),
     "cholesky": (lambda x: jnp.linalg.cholesky(x @ x.T + 9 * jnp.eye(4)), (X,)),
-    "split": (lambda x: jnp.split(x, [1, 3], axis=1), (X,)),
-    "vmap of a scan": (jax.vmap(lambda r: jax.lax.scan(lambda c, a: (c + a, c), 0.0, r)), (X,)),
-    "clip and round": (lambda x: jnp.round(jnp.clip(x, -0.5, 0.5), 1), (X,)),
     "adam step": (adam_step, (X,)),
     "mlp gradient": (mlp_gradient, (X,)),
     "int4": (lambda x: x.astype(jnp.int4) + jnp.int4(3), (X,)),
@@ -185,7 +169,7 @@ def test_any_graph_reads_back_to_the_same_text(graph: Graph) -> None:
 
 
 @given(cases(["ps:0", "ps:1"]))
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(6))
 def test_the_graph_of_a_program_reads_back_and_runs_the_same(case: Case) -> None:
     printed = text(case.graph)
     again = parse(printed)
@@ -199,11 +183,6 @@ def test_a_graph_read_back_says_which_attribute_keeps_it_from_running() -> None:
     graph = parse(text(trace(fn, arguments, {}).graph))
     with pytest.raises(DflowError, match=r"node %1 \(jax.pure_callback\) cannot run: its attribute 'callback' is <"):
         interpret(graph, arguments, {})
-
-
-def test_text_is_the_same_for_two_traces_of_one_function() -> None:
-    fn, arguments = RUNNING["mlp gradient"]
-    assert text(trace(fn, arguments, {}).graph) == text(trace(fn, arguments, {}).graph)
 
 
 def test_large_constants_are_told_apart_by_a_digest() -> None:
@@ -281,13 +260,6 @@ def test_a_node_is_marked_among_at_most_ten_on_either_side() -> None:
     assert len(lines) == 1 + 1 + 21 + 1 + 2
     assert "... 10 nodes before" in lines[1]
     assert "... 9 nodes after" in lines[-3]
-
-
-def test_state_is_printed_with_its_effects() -> None:
-    with a_home():
-        w = Variable(jnp.zeros(3), name="w")
-    printed = text(trace(lambda x: w.assign_add(x * 2), (np.zeros(3, np.float32),), {}).graph, locs=False)
-    assert " !%2: token = var.assign_add(%w, %1)" in printed
 
 
 def test_an_attribute_that_names_a_kind_of_memory_is_carried() -> None:
