@@ -18,8 +18,8 @@ import optax
 
 import dflow
 from benchmarks._train import train
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.worker.cluster import Cluster
 from dflow.state_backends import LOCAL
 
 VARIABLES, SHAPE = 4, (64, 64)

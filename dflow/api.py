@@ -6,7 +6,7 @@ from dflow.calls.function import Function, jit
 from dflow.calls.trace_log import RetraceWarning
 from dflow.cluster import connect
 from dflow.config import configure
-from dflow.distributed.worker.cluster import ClusterSettings
+from dflow.distributed.cluster.cluster import ClusterSettings
 from dflow.exporting.exporter import Exported, export, spec
 from dflow.exporting.loader import Loaded, load
 from dflow.graphs.graph_view import GraphView, graph

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
+from dflow.distributed.cluster.standalone import standalone
 from dflow.distributed.collectives.jax_runtime import refuse_late_start
 from dflow.distributed.detection.cluster_file import VARIABLE
 from dflow.distributed.detection.cluster_spec import SCRIPT_JOB, ClusterSpec, Variables
@@ -23,8 +25,6 @@ from dflow.distributed.process.freed_memory import keep_freed_memory
 from dflow.distributed.transport.security.configuration import choose_security
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.worker.cluster import Cluster, ClusterSettings
-from dflow.distributed.worker.standalone import standalone
 from dflow.graphs.compiled_functions import CompiledFunctions
 from dflow.lowering.queues.timers import TIMERS
 from dflow.state_backends import LOCAL

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from dflow.config import CONFIG
-from dflow.distributed.worker.cluster import cluster_with
+from dflow.distributed.cluster.cluster import cluster_with
 from dflow.lowering.local import LocalHome
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.devices.device_name import is_on_task, task_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
+from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.graphs.compiled_functions import CompiledFunctions
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import task_name

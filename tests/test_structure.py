@@ -26,7 +26,7 @@ LONG = {
     "dflow/training/optimizer.py",
     "dflow/training/saving.py",
     "distributed/coordinator/coordinator_state.py",
-    "distributed/coordinator/step_ledger.py",
+    "distributed/training/step_ledger.py",
     "distributed/task/task_server.py",
 }
 #: Most files of a folder: that of the coordinator has the parts of several subjects.

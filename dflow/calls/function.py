@@ -36,7 +36,7 @@ from dflow.calls.single_executable import NotEntered
 from dflow.calls.stages import TracedFunction
 from dflow.calls.static_arguments import static_arguments
 from dflow.calls.trace_log import TraceLog
-from dflow.distributed.strategies.applying import inlines_calls
+from dflow.distributed.training.applying import inlines_calls
 from dflow.tracing.derivatives.border import Border
 from dflow.tracing.derivatives.discharge import State, evaluate
 from dflow.tracing.derivatives.one_device import on_one_device

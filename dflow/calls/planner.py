@@ -30,7 +30,7 @@ from dflow.calls.single_executable import NotEntered, SingleExecutable, identity
 from dflow.calls.trace_log import described
 from dflow.config import CONFIG
 from dflow.distributed.steps.step_gate import preparing
-from dflow.distributed.strategies.applying import taker_of_gradients
+from dflow.distributed.training.applying import taker_of_gradients
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.program_watch import WatchedProgram, program_watch, watched

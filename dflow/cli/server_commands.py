@@ -102,10 +102,10 @@ def _be_task(options: argparse.Namespace) -> int:
     keep_freed_memory(has_threads=False)
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
+    from dflow.distributed.cluster.stock_task import serve_task
     from dflow.distributed.detection.cluster_spec import Variables
     from dflow.distributed.detection.detect import task_index
     from dflow.distributed.detection.this_host import listening_address
-    from dflow.distributed.task.stock_task import serve_task
 
     index = task_index(Variables("dflow task", os.environ)) if options.index is None else options.index
     coordinator, listens = coordinator_of(options), options.address

@@ -17,7 +17,7 @@ import numpy as np
 from jax import export
 
 from dflow.calls.function import Function, jit
-from dflow.distributed.strategies.applying import refuse_own_training
+from dflow.distributed.training.applying import refuse_own_training
 from dflow.exporting.export_check import check_program, python_signature
 from dflow.exporting.export_format import (
     CONSTANTS,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.loggers.logger import Logger, renamed
 from dflow.tracing.errors import TrainingError
 from dflow.tracing.near_names import suggests_keywords

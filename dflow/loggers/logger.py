@@ -18,9 +18,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.detection.cluster_spec import SCRIPT_JOB
-from dflow.distributed.strategies.step_report import scalars
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.training.step_report import scalars
 from dflow.loggers import writer_thread
 from dflow.loggers.writer_thread import WriterThread
 from dflow.tracing.devices.task_name import split_task_name

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.loggers.hyperparameters import checked
 from dflow.loggers.logger import Logger
 from dflow.tracing.errors import ConfigError, TrainingError

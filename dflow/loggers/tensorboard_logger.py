@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.graphs.graph_view import GraphView
 from dflow.loggers.event_file import EventFile, check_installed
 from dflow.loggers.graph_def import graph_def

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.loggers.hyperparameters import checked
 from dflow.loggers.logger import Logger, renamed
 from dflow.tracing.errors import ConfigError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.tracing.errors import TrainingError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from jax import jit as jax_jit
 
-from dflow.distributed.strategies.strategy import arguments_of
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.training.strategy import arguments_of
 from dflow.state_backends import by_backend
 from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.derivatives.discharge import State

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
-from dflow.distributed.strategies.step_report import scalars
+from dflow.distributed.training.step_report import scalars
 
 #: Most results that a mean is over, so that a step costs no more than keeping its result.
 MOST_RESULTS = 100

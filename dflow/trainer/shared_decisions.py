@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.tracing.errors import DeadlineExceeded
 
 #: Longest wait for a reason that may be known; the next look comes soon, in s.

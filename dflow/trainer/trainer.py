@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dflow.distributed.client.coordinator_client import AGREE_S
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.process.termination import Terminated
-from dflow.distributed.strategies.batch_supply import END, BatchSupply
-from dflow.distributed.strategies.strategy import Strategy, run_name
+from dflow.distributed.training.batch_supply import END, BatchSupply
+from dflow.distributed.training.plan_messages import TrainingEvent, TrainingPlan
+from dflow.distributed.training.strategy import Strategy, run_name
 from dflow.distributed.wire.messages.status import GetStatus
-from dflow.distributed.wire.messages.training import TrainingEvent, TrainingPlan
-from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.accepted_faults import NOT_FINITE, SHORT, is_accepted
 from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.devices.task_name import split_task_name, task_name

@@ -17,9 +17,9 @@ from typing import TypeVar, cast
 
 from jax.sharding import Sharding
 
+from dflow.distributed.collectives.compared_variables import compare_variables
+from dflow.distributed.collectives.group_messages import MAIN
 from dflow.distributed.collectives.process_group import ProcessGroup, current_group
-from dflow.distributed.strategies.compared_variables import compare_variables
-from dflow.distributed.wire.messages.process_groups import MAIN
 from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.places import place_of
 from dflow.lowering.files.whole_arrays import is_whole_in_each

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from dflow.calls.function import jit
-from dflow.distributed.strategies.applying import current_applier, refuse_own_variables
+from dflow.distributed.training.applying import current_applier, refuse_own_variables
 from dflow.tracing.derivatives.uncalled import refuse_uncalled
 from dflow.tracing.devices.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError

@@ -13,7 +13,7 @@ import time
 
 import jax.numpy as jnp
 
-from dflow.distributed.coordinator.snapshots.resumption import PROGRESS
+from dflow.distributed.snapshots.resumption import PROGRESS
 from dflow.lowering.files.object_path import Place
 from dflow.tracing.errors import DeadlineExceeded
 from dflow.tracing.state.resources import Variable

@@ -1,1 +1,1 @@
-"""Processes that run one program together, over JAX's own multi-process runtime and XLA's collectives."""
+"""Groups of processes that compute together: JAX's runtime, programs that agree, and all-reduce."""

@@ -22,10 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dflow.distributed.client.coordinator_client import BARRIER_GRACE_S, CoordinatorClient
-from dflow.distributed.coordinator.membership import NORMAL_ENDS
-from dflow.distributed.process.termination import STATUS as TERMINATED
-from dflow.distributed.process.termination import Terminated
-from dflow.distributed.wire.messages.process_groups import (
+from dflow.distributed.collectives.group_messages import (
     END,
     MAIN,
     AwaitLeaderWork,
@@ -35,6 +32,9 @@ from dflow.distributed.wire.messages.process_groups import (
     LeaderWorkEnded,
     LeaderWorks,
 )
+from dflow.distributed.coordinator.membership import NORMAL_ENDS
+from dflow.distributed.process.termination import STATUS as TERMINATED
+from dflow.distributed.process.termination import Terminated
 from dflow.distributed.wire.messages.roster import Roster
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, TaskLost

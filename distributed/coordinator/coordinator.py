@@ -46,10 +46,10 @@ from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings,
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.coordinator.durable_records import SHELL, Change
 from dflow.distributed.coordinator.held_commands import waits
-from dflow.distributed.coordinator.snapshots.resumption import SNAPSHOT
 from dflow.distributed.coordinator.surviving_store import SurvivingStore
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.snapshots.resumption import SNAPSHOT
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.transport.link import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack

@@ -21,6 +21,8 @@ from functools import partial
 
 import msgspec
 
+from dflow.distributed.collectives.group_messages import AwaitLeaderWork, Exchange, JoinGroup, LeaderWorks
+from dflow.distributed.collectives.process_groups import RETURN_S, ProcessGroups
 from dflow.distributed.coordinator.barriers import Barriers
 from dflow.distributed.coordinator.cluster_news import ClusterNews
 from dflow.distributed.coordinator.coordinator_events import (
@@ -41,26 +43,25 @@ from dflow.distributed.coordinator.durable_records import DurableRecords, apply_
 from dflow.distributed.coordinator.elections import Elections
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
 from dflow.distributed.coordinator.part_costs import CostTotals
-from dflow.distributed.coordinator.process_groups import RETURN_S, ProcessGroups
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, describe_task
-from dflow.distributed.coordinator.snapshots.recovery import Recovery
-from dflow.distributed.coordinator.snapshots.resumption import newest_snapshot, resumed
-from dflow.distributed.coordinator.snapshots.step_pauses import StepPauses
 from dflow.distributed.coordinator.state_marks import StateMarks
-from dflow.distributed.coordinator.step_comparisons import StepComparisons
-from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
-from dflow.distributed.coordinator.training_plans import TrainingPlans
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
+from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.snapshots.resumption import newest_snapshot, resumed
+from dflow.distributed.snapshots.step_pauses import StepPauses
+from dflow.distributed.training.comparison_messages import CompareStep
+from dflow.distributed.training.plan_messages import TrainingEvent, TrainingPlan
+from dflow.distributed.training.step_comparisons import StepComparisons
+from dflow.distributed.training.step_ledger import StepLedger
+from dflow.distributed.training.training_plans import TrainingPlans
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.compared_steps import CompareStep
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, Decided, DecideOnce, Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps, StepsHeld, StepsResumed
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
-from dflow.distributed.wire.messages.process_groups import AwaitLeaderWork, Exchange, JoinGroup, LeaderWorks
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.snapshots import (
@@ -80,7 +81,6 @@ from dflow.distributed.wire.messages.status import (
     Status,
     TaskHealth,
 )
-from dflow.distributed.wire.messages.training import TrainingEvent, TrainingPlan
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
 from dflow.distributed.coordinator.durable_records import SHELL
-from dflow.distributed.coordinator.snapshots.resumption import EPOCH, SNAPSHOT
+from dflow.distributed.snapshots.resumption import EPOCH, SNAPSHOT
 from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, Saved, SnapshotCommitted
 
 #: Beginnings of the keys of records whose newest changes may be lost.

@@ -17,8 +17,8 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import SHELL, Change, DurableRecords, replacing
-from dflow.distributed.coordinator.snapshots.resumption import Snapshot, newest_snapshot, resumed
-from dflow.distributed.coordinator.training_plans import TrainingPlans
+from dflow.distributed.snapshots.resumption import Snapshot, newest_snapshot, resumed
+from dflow.distributed.training.training_plans import TrainingPlans
 from dflow.lowering.files.owner_lock import OwnerLock
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import ConfigError

@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from dflow.distributed.asynchronous.staleness_bounds import StalenessBounds
 from dflow.distributed.coordinator.variable_directory import REMEDY
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.processor_use import processor_use
@@ -36,10 +37,10 @@ from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns, owner_of
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
-from dflow.distributed.steps.staleness_bounds import StalenessBounds
 from dflow.distributed.steps.step_gate import StepGate, prepared
 from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
+from dflow.distributed.synchronous.step_aggregator import StepAggregator
 from dflow.distributed.task.arrivals import (
     Arrival,
     Handled,
@@ -50,7 +51,6 @@ from dflow.distributed.task.arrivals import (
 )
 from dflow.distributed.task.member_gate import Arrived, MemberGate
 from dflow.distributed.task.request_queues import RequestQueues
-from dflow.distributed.task.step_aggregator import StepAggregator
 from dflow.distributed.task.task_checkpoints import CHECKPOINT_REQUESTS, TaskCheckpoints
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.task.threads import OnDemandThreads

@@ -15,8 +15,9 @@ import itertools
 import math
 import operator
 import pkgutil
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -84,16 +85,21 @@ _COPIED_BYTES = 1 << 10
 #: The dtypes whose elements have the same layout in memory as when sent.
 _AS_THEY_ARE = frozenset(dtype for dtype in DTYPES.values() if dtype.isnative)
 
-_FILES = [
-    importlib.import_module(f"{messages.__name__}.{file.name}")
-    for file in pkgutil.iter_modules(messages.__path__)
-    if file.name != "message"
-]
 
-#: Every message that is sent: each class in a file of `messages/`, except the bases.
+def _message_files() -> Iterator[ModuleType]:
+    """Yield the files of messages: those of `wire/messages/`, and `<subject>_messages.py` of each other room."""
+    for file in pkgutil.iter_modules(messages.__path__):
+        if file.name != "message":
+            yield importlib.import_module(f"{messages.__name__}.{file.name}")
+    package, rooms = __package__.rpartition(".")[0], Path(__file__).parents[1]
+    for path in sorted(rooms.glob("*/*_messages.py")):
+        yield importlib.import_module(f"{package}.{path.parent.name}.{path.stem}")
+
+
+#: Every message that is sent: each class in a file of messages, except the bases.
 MESSAGES: tuple[type[Message], ...] = tuple(
     found
-    for file in _FILES
+    for file in _message_files()
     for found in vars(file).values()
     if isinstance(found, type) and issubclass(found, Message) and found.__module__ == file.__name__
 )

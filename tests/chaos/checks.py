@@ -22,9 +22,9 @@ import numpy as np
 from dflow.distributed.collectives.process_group import STATUS as GROUP_LOST
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.coordinator.snapshots.resumption import Snapshot
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.termination import STATUS as TERMINATED
+from dflow.distributed.snapshots.resumption import Snapshot
 from dflow.lowering.files.array_files import read_arrays
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, TaskLost

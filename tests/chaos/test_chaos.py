@@ -14,8 +14,8 @@ import pytest
 
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.coordinator.snapshots.resumption import Snapshot
-from dflow.distributed.coordinator.step_ledger import LedgerCopy
+from dflow.distributed.snapshots.resumption import Snapshot
+from dflow.distributed.training.step_ledger import LedgerCopy
 from dflow.lowering.files.array_files import fill_folder
 from dflow.tracing.moments import ROLES
 from tests.chaos import __main__ as chaos

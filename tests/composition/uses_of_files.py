@@ -16,15 +16,15 @@ import numpy as np
 
 import dflow
 from dflow.distributed import Async
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.policy import SameMachine
-from dflow.distributed.worker.cluster import Cluster
 from dflow.serving.model_server import ModelServer
 from dflow.serving.served_version import ServingSettings
 from tests.composition.kind import Batch
 from tests.composition.use import Outcome, Pair
 from tests.composition.uses_on_a_cluster import named, on_tasks, one_worker, uses
-from tests.distributed.worker.test_recovered_state import Tasks
+from tests.distributed.cluster.test_recovered_state import Tasks
 
 
 @contextlib.contextmanager

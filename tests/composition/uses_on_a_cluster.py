@@ -18,7 +18,7 @@ import optax
 
 import dflow
 from dflow.distributed import Async, Strategy, Sync
-from dflow.distributed.worker.cluster import Cluster, ClusterSettings
+from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.testing import memory_cluster
 from tests.composition.kind import Batch, Held
 from tests.composition.kinds_of_training import Slots

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import dflow
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.process import parent_watch
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
 
 SETTINGS = dflow.ClusterSettings(join_timeout_s=0.2)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.state_backends import LOCAL
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import QueueError, QueueTypeError

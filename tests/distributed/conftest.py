@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.process.termination import Terminated
-from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 
 

@@ -16,8 +16,8 @@ import pytest
 from jax import lax
 
 import dflow
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.wire.messages.plans import RegisterPlan
-from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import RemoteError, TaskLost
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import dflow
+from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
+from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.state_backends import LOCAL
 from tests.distributed.proxy import Proxy
 

@@ -10,13 +10,13 @@ import pytest
 
 import dflow
 from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
+from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
-from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.state.store import Store
 
 SOON_S = 30.0

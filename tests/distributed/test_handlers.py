@@ -6,9 +6,9 @@ import pytest
 
 from dflow.distributed.coordinator import coordinator_state
 from dflow.distributed.task import task_server
+from dflow.distributed.training.comparison_messages import RunRefused
 from dflow.distributed.wire.codec import MESSAGES
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.compared_steps import RunRefused
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 from dflow.distributed.wire.messages.pauses import HoldSteps
 from dflow.distributed.wire.messages.roster import Announcement, Roster, RosterChange

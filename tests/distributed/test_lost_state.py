@@ -13,12 +13,12 @@ import optax
 import pytest
 
 import dflow
+from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
+from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
-from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.devices.task_name import task_name

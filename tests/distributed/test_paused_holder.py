@@ -18,12 +18,12 @@ import pytest
 
 import dflow
 from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
-from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import TaskLost
 from tests.distributed.processes import Spawned

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import dflow
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.lowering.steps.step_events import (
     CONNECTED,
     CONNECTION_LOST,

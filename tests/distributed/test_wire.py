@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 
 

@@ -18,12 +18,14 @@ from functools import partial
 
 import pytest
 
+from dflow.distributed.asynchronous import async_
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.steps import retries
-from dflow.distributed.strategies import async_, long_wait, sync
+from dflow.distributed.synchronous import sync
+from dflow.distributed.training import long_wait
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from dflow.distributed.coordinator import coordinator, surviving_store
-from dflow.distributed.coordinator.snapshots import return_attempt
-from dflow.distributed.coordinator.snapshots.resumption import SNAPSHOT
+from dflow.distributed.snapshots import return_attempt
+from dflow.distributed.snapshots.resumption import SNAPSHOT
 from tests.simulation.planting import Mutation, giving
 from tests.simulation.programs import SNAPSHOTS
 

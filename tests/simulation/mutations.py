@@ -13,19 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from dflow.distributed.asynchronous import async_, staleness
 from dflow.distributed.client import coordinator_session, session_driver
-from dflow.distributed.coordinator import (
-    barriers,
-    coordinator_state,
-    elections,
-    membership,
-    step_ledger,
-    variable_directory,
-)
+from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, variable_directory
 from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
-from dflow.distributed.steps import deadlines, plan_runs, rendezvous, staleness, steps_ahead, task_channel
-from dflow.distributed.strategies import async_
-from dflow.distributed.task import member_gate, rounds, task_server
+from dflow.distributed.steps import deadlines, plan_runs, rendezvous, steps_ahead, task_channel
+from dflow.distributed.synchronous import rounds
+from dflow.distributed.task import member_gate, task_server
+from dflow.distributed.training import step_ledger
 from dflow.distributed.transport import session as transport_session
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine

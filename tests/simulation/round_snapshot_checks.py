@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dflow.distributed.coordinator.step_ledger import LedgerCopy
-from dflow.distributed.task.step_aggregator import RunCopy
+from dflow.distributed.synchronous.step_aggregator import RunCopy
 from dflow.distributed.task.task_resources import SavedResource
 from dflow.distributed.task.task_server import TaskStatistics
+from dflow.distributed.training.step_ledger import LedgerCopy
 from dflow.distributed.wire.messages.message import Message, Notice
 from dflow.distributed.wire.messages.snapshots import CaptureState, StateRestored
 from tests.simulation.snapshot_checks import SnapshotChecks, names_on

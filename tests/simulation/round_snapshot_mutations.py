@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from dflow.distributed.coordinator import step_ledger
 from dflow.distributed.steps import step_gate
-from dflow.distributed.task import rounds, step_aggregator
+from dflow.distributed.synchronous import rounds, step_aggregator
+from dflow.distributed.training import step_ledger
 from dflow.lowering.queues import accumulators
 from dflow.lowering.state import applied_steps
 from tests.simulation.planting import Made, Mutation, doing_nothing, giving

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from dflow.distributed.steps.retries import retried
-from dflow.distributed.strategies.sync import Sync, Workers
+from dflow.distributed.synchronous.sync import Sync, Workers
 from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CreateResource

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from dflow.distributed.steps.step_starter import StepParts, cancel_elsewhere
-from dflow.distributed.strategies.sync import Sync, Workers
+from dflow.distributed.synchronous.sync import Sync, Workers
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.plans import RunPlan

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dflow.distributed.task import task_snapshots
+from dflow.distributed.snapshots import task_snapshots
 from dflow.lowering.files.atomic_directory import whole_folder
 from dflow.lowering.files.changed_rows import ChangedArrays, read_changed_arrays
 from tests.simulation.blocking_program import CURRENT, ProcessEnded

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
-from dflow.distributed.coordinator.step_ledger import LedgerCopy
 from dflow.distributed.task.task_server import TaskStatistics
+from dflow.distributed.training.step_ledger import LedgerCopy
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.snapshots import (

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from dflow.distributed.coordinator import step_ledger, variable_directory
-from dflow.distributed.coordinator.snapshots import recovery, snapshot_attempt
+from dflow.distributed.coordinator import variable_directory
+from dflow.distributed.snapshots import recovery, snapshot_attempt, task_snapshots
 from dflow.distributed.steps import retries, step_gate
-from dflow.distributed.task import task_snapshots
+from dflow.distributed.training import step_ledger
 from dflow.distributed.wire.messages.snapshots import CaptureState, StateCaptured
 from dflow.lowering.state import applied_steps
 from tests.simulation.blocking_program import CURRENT

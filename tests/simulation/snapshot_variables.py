@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from dflow.distributed.snapshots.unsaved_state import UnsavedState
+from dflow.distributed.snapshots.used_state import UsedState
 from dflow.distributed.steps.step_gate import RunningStep, inside_step
-from dflow.distributed.task.unsaved_state import UnsavedState
-from dflow.distributed.task.used_state import UsedState
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import ArrayInfo

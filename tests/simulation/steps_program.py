@@ -20,12 +20,12 @@ from typing import Any, cast
 import numpy as np
 from msgspec.structs import replace
 
+from dflow.distributed.asynchronous.async_ import Async
+from dflow.distributed.asynchronous.staleness_bound import BoundTasks, StalenessBound
 from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep, StepsAhead
-from dflow.distributed.strategies.async_ import Async
-from dflow.distributed.strategies.staleness_bound import BoundTasks, StalenessBound
-from dflow.distributed.strategies.strategy import SharedStep, StrategyCluster
+from dflow.distributed.training.strategy import SharedStep, StrategyCluster
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request

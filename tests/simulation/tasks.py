@@ -12,10 +12,10 @@ from typing import Any, cast
 
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
+from dflow.distributed.cluster.joined_server import follow_coordinator
 from dflow.distributed.coordinator.membership import FINISHED
-from dflow.distributed.task.joined_server import follow_coordinator
+from dflow.distributed.snapshots.task_snapshots import TaskSnapshots
 from dflow.distributed.task.task_server import TaskServer, TaskSettings, TaskStatistics
-from dflow.distributed.task.task_snapshots import TaskSnapshots
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.message import Answer, Notice, Request

@@ -18,7 +18,7 @@ import pytest
 
 import dflow
 from dflow.data import feed
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 from tests.distributed.processes import Spawned
 from tests.distributed.waiting import until

@@ -23,8 +23,8 @@ from dflow.lowering.files.array_files import read_arrays
 from dflow.tables import changed_rows
 from dflow.testing import memory_cluster
 from dflow.tracing.state.context import spreading
+from tests.distributed.cluster.test_recovered_state import Tasks
 from tests.distributed.waiting import until
-from tests.distributed.worker.test_recovered_state import Tasks
 from tests.effort import examples
 
 pytestmark = pytest.mark.once

@@ -18,7 +18,7 @@ import pytest
 
 import dflow
 from dflow.distributed import Async, Sync
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.training.shared_progress import SharedProgress
 from tests.distributed.waiting import DEADLINE_S

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import memory_cluster
 from dflow.training import checkpoint_manager, shared_progress
 from dflow.training.saving import restore_named

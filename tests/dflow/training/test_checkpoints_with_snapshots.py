@@ -19,8 +19,8 @@ import pytest
 
 import dflow
 from dflow.distributed import Async, Sync
-from dflow.distributed.worker.cluster import Cluster
-from tests.distributed.worker.tasks_with_snapshots import Tasks
+from dflow.distributed.cluster.cluster import Cluster
+from tests.distributed.cluster.tasks_with_snapshots import Tasks
 
 pytestmark = [
     pytest.mark.once,

@@ -16,7 +16,7 @@ import pytest
 
 import dflow
 from dflow.distributed import Async, Sync
-from dflow.distributed.worker.cluster import Cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.lowering.files.array_files import read_arrays
 from dflow.testing import MemoryCluster, memory_cluster
 from tests.distributed.waiting import until

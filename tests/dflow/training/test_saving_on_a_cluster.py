@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.task import task_checkpoints
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.wire.messages.checkpoints import (
@@ -29,7 +30,6 @@ from dflow.distributed.wire.messages.checkpoints import (
     SaveVariables,
 )
 from dflow.distributed.wire.messages.variables import ReadVariables
-from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.files.array_files import ArrayFiles, read_arrays
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.state.store import Store

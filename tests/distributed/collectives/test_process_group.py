@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import pytest
 
 from dflow.distributed.collectives import process_group
+from dflow.distributed.collectives.group_messages import Exchange, Exchanged, GroupFormed
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.process.termination import Terminated
-from dflow.distributed.wire.messages.process_groups import Exchange, Exchanged, GroupFormed
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.errors import StrategyError, TaskLost
 

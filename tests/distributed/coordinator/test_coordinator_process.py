@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import dflow
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.coordinator.coordinator import LISTENING
 from dflow.distributed.wire.messages.roster import Roster
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
-from dflow.distributed.worker.cluster import Cluster
 from tests.distributed.processes import Spawned
 
 SERVERS = {"JAX_PLATFORMS": "cpu"}

@@ -18,6 +18,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Told,
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.training.plan_messages import TrainingEvent
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Message
@@ -34,7 +35,6 @@ from dflow.distributed.wire.messages.roster import (
 )
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, PartCosts, Report, Status
-from dflow.distributed.wire.messages.training import TrainingEvent
 from dflow.distributed.wire.messages.variables import ReadVariables
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"

@@ -10,9 +10,9 @@ from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.elections import Elections
 from dflow.distributed.coordinator.held_commands import waits
-from dflow.distributed.coordinator.training_plans import TrainingPlans
+from dflow.distributed.training.plan_messages import TrainingPlan
+from dflow.distributed.training.training_plans import TrainingPlans
 from dflow.distributed.wire.messages.coordination import Decided
-from dflow.distributed.wire.messages.training import TrainingPlan
 
 REPLY = SendReply(1, Decided("value"))
 

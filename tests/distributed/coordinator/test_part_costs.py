@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 import dflow
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.coordinator.part_costs import CostTotals
 from dflow.distributed.wire.messages.roster import Heartbeat
 from dflow.distributed.wire.messages.status import GetStatus, PartCosts
-from dflow.distributed.worker.cluster import Cluster
 from tests.distributed.waiting import until
 
 PS = "/job:ps/task:0"

@@ -18,7 +18,7 @@ from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import Report
 from dflow.tracing.errors import DeadlineExceeded
-from tests.distributed.coordinator.recovering_tasks import PS, WORKER, Tasks
+from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks
 
 
 class Disk(MemoryStore):

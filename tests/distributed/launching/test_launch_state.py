@@ -9,12 +9,12 @@ import pytest
 
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.coordinator.snapshots.resumption import Snapshot, newest_snapshot
 from dflow.distributed.launching.launch_state import LaunchState
+from dflow.distributed.snapshots.resumption import Snapshot, newest_snapshot
+from dflow.distributed.training.plan_messages import TrainingPlan
 from dflow.distributed.wire.messages.rounds import ClaimSteps
-from dflow.distributed.wire.messages.training import TrainingPlan
 from dflow.tracing.errors import ConfigError
-from tests.distributed.coordinator.recovering_tasks import PS, WORKER, Tasks, claim
+from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim
 
 STOCK = {"ps": 2}
 

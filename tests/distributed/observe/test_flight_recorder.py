@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 import dflow
+from dflow.distributed.cluster.cluster import ClusterSettings
 from dflow.distributed.observe.flight_recorder import MOST_DUMPS, PAUSE_S, FlightRecorder, flight_text
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.wire.messages.observing import Dumped, DumpEvents
-from dflow.distributed.worker.cluster import ClusterSettings
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Plan, Recv
 from dflow.lowering.steps.recorder import Recorder

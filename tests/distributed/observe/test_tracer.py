@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dflow
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.observe.clock_alignment import Offset
 from dflow.distributed.observe.spans import spans
 from dflow.distributed.observe.task_observer import MOST_EVENTS
 from dflow.distributed.observe.trace_file import first_steps, trace_of
 from dflow.distributed.observe.tracer import Observed, Trace, Tracer
 from dflow.distributed.wire.messages.observing import StartTrace
-from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.steps.recorder import EVENTS_KEPT, Recorder
 from dflow.lowering.steps.step_events import (
     ITEM_BEGAN,

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.process.termination import REASON, STATUS, held_back_in_steps
-from dflow.distributed.strategies.async_ import Async
-from tests.distributed.strategies.test_async import Scripted, told
+from tests.distributed.training.test_async import Scripted, told
 
 pytestmark = pytest.mark.usefixtures("default_termination")
 

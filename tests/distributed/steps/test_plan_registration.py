@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import dflow
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.steps.plan_registry import PlanRegistry
-from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.programs import shared_exports
 from dflow.lowering.programs.program import LoweredProgram
 from dflow.testing import MemoryCluster, memory_cluster

@@ -1,0 +1,1 @@
+"""Asynchronous training: each worker applies its own steps, within a bound of staleness."""

@@ -1,0 +1,200 @@
+"""Asynchronous training: each worker reads, computes and applies at its own pace.
+
+No worker waits for another. A worker's gradient is applied to the present values of the variables, which may be a few
+updates newer than the values that it read (section 4.4 of the OSDI 2016 paper). Other workers do the steps that a lost
+worker had claimed but not done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from dflow.distributed.steps.retries import is_recovered
+from dflow.distributed.training.batch_supply import END
+from dflow.distributed.training.step_report import first_not_finite, losses_of, real_scalars
+from dflow.distributed.training.strategy import (
+    REPORT_S,
+    SharedStep,
+    Strategy,
+    StrategyCluster,
+    StrategyRun,
+    arguments_of,
+)
+from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
+from dflow.tracing.errors import DflowError, StepEnded, StrategyError, TaskLost
+from dflow.tracing.near_names import suggests_keywords
+
+#: Least number of steps of a claim with lookahead: the first one's batch is not taken early.
+LEAST_CLAIM = 8
+
+
+class Async(Strategy):
+    """Runs a training step on every worker until all workers together have done `steps` steps.
+
+    A worker's step reads the variables as soon as the worker's previous update is applied. So it costs one round trip
+    of the network, where the same function called in a plain loop costs two. A function of batches is given the number
+    of the step, from 0 to `steps` - 1: each is used once, by the worker that does this step.
+
+    prefetch       number of the worker's own newest updates that a step may lack, at least 0. With 1, the values for a
+                   step are fetched while the previous step computes, rows of tables only with `lookahead`; its
+                   gradients are then one update older. It has no effect, with a warning, on steps that call several
+                   functions with variables on other tasks, or one with branches or loops there, and where
+                   `max_staleness` is too small for it
+    lookahead      whether each batch is taken one step early, so that the ids of its lookups are at the tables when
+                   their rows may be read: with `prefetch=0` after this worker's update, which costs no staleness, and
+                   with 1 while the previous step computes. No batch is taken for a step that is not claimed. It has no
+                   effect, with a warning, where `prefetch` has none; on a function that sends nothing that its
+                   arguments alone determine, that donates them, or has branches or loops; and if it is not called with
+                   arrays of the batch as they are
+    max_staleness  largest number of updates by other steps, also by those of this worker, between a step's reads and
+                   its own update; the same for all workers of a run. A step waits until it can stay within the bound:
+                   with 0, one step runs at a time. None sets no bound, and costs nothing
+    job            the job of the task that counts the steps, with `max_staleness`
+    raises         StrategyError for a negative number, and for a `prefetch` above `max_staleness`; `run` raises
+                   DeadlineExceeded, naming the workers whose steps a step waits for
+    """
+
+    run_prefix = "run"
+
+    @suggests_keywords
+    def __init__(
+        self,
+        cluster: StrategyCluster,
+        *,
+        prefetch: int = 0,
+        lookahead: bool = False,
+        max_staleness: int | None = None,
+        job: str = "ps",
+    ) -> None:
+        for name, count in (("prefetch", prefetch), ("max_staleness", max_staleness)):
+            if count is not None and count < 0:
+                raise StrategyError(f"Async: {name}: expected at least 0, got {count}")
+        if max_staleness is not None and prefetch > max_staleness:
+            raise StrategyError(
+                f"Async: prefetch: expected at most max_staleness={max_staleness}, got {prefetch}: each step lacks as "
+                "many updates of its worker",
+                "give a smaller prefetch or a larger max_staleness",
+            )
+        self._cluster, self._prefetch, self._max_staleness, self._job = cluster, prefetch, max_staleness, job
+        self._lookahead = lookahead
+
+    def results(self, run: StrategyRun) -> Iterator[Any]:
+        bound, is_one_call = (self._max_staleness, self._job), hasattr(run.step, "trace")
+        with self._cluster.shared_steps(run.name, self._prefetch, *bound, is_one_call=is_one_call) as shared_step:
+            yield from self._claimed(run, shared_step)
+
+    def _claimed(self, run: StrategyRun, shared_step: SharedStep) -> Iterator[Any]:
+        coordinator, task = self._cluster.coordinator, self._cluster.task
+        least = LEAST_CLAIM if self._lookahead else 1
+        claim = ClaimSteps(run.name, task, run.steps, max_staleness=self._max_staleness, least=least)
+        claimed = coordinator.ask(claim).steps
+        reported_s = time.monotonic()
+        # The batch of the step that runs, and the number of failures of this step.
+        pending: list[Any] = []
+        failures = 0
+        while claimed:
+            done, epoch, undone = _ClaimWork(claimed.start), self._cluster.epoch, self._cluster.undone
+            try:
+                for number in claimed:
+                    batch, batches = self._batches(run, number, claimed)
+                    if batch is END:
+                        break
+                    started, pending, is_done = time.perf_counter(), [batch], False
+                    step = shared_step(range(number, claimed.stop), batches)
+                    with contextlib.suppress(StepEnded), step, run.guard.step():
+                        try:
+                            outcome = run.step(*arguments_of(batch))
+                        except StepEnded:
+                            raise
+                        except BaseException:
+                            # Before a pause that waits for the end of this step: it may be applied in part.
+                            coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, has_failed=True))
+                            raise
+                        done.note(time.perf_counter() - started, outcome)
+                        pending, failures, is_done = [], 0, True
+                    if not is_done:  # an earlier attempt has ended everywhere, and was not reported
+                        run.batches.put_back(*pending)
+                        pending, failures = [], 0
+                        done.note_ended()
+                        continue
+                    # The last one's now: a program that has all results need not come back for more. That of a claim of
+                    # one too: pauses may wait for it.
+                    run.opened.is_at_end = number + 1 == run.steps
+                    is_due = len(claimed) == 1 or time.monotonic() - reported_s > REPORT_S
+                    if run.opened.is_at_end or is_due:
+                        coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, *done.progress()))
+                        reported_s = time.monotonic()
+                    yield outcome
+            except BaseException as error:
+                failures += 1
+                is_loss = pending and (isinstance(error, TaskLost) or self._cluster.epoch != epoch)
+                if is_loss and is_recovered(self._cluster, error, failures, epoch):
+                    # After a return to a snapshot, the steps done since are repeated, if there were any.
+                    count = done.count if self._cluster.undone == undone else 0
+                    run.batches.put_back(*pending)
+                    claimed = coordinator.ask(replace(claim, done=count)).steps
+                    continue
+                # The loop was left, or a step or a batch failed: return the steps not done here to other workers.
+                found = None
+                with contextlib.suppress(Exception):  # reading a loss of a failed step raises
+                    found = done.not_finite()
+                left = replace(claim, done=done.count, more=False, not_finite=found, has_failed=True)
+                with contextlib.suppress(DflowError):
+                    coordinator.ask(left)
+                raise
+            step_s, metrics, not_finite = done.progress()
+            is_whole = done.count == len(claimed)
+            news = replace(claim, done=done.count, step_s=step_s, metrics=metrics, more=is_whole, not_finite=not_finite)
+            claimed = coordinator.ask(news).steps
+
+    def _batches(self, run: StrategyRun, number: int, claimed: range) -> tuple[Any, tuple[Any, Any] | None]:
+        """Return the batch of a step, and if the next one is taken early, a pair of the two; else None."""
+        if not self._lookahead:
+            return run.batches.take(number), None
+        run.batches.take_early(number)  # which copies it: an iterator may use its memory for the next one
+        batch = run.batches.take(number)
+        following = run.batches.take_early(number + 1) if number + 1 in claimed and batch is not END else END
+        return batch, None if following is END else (batch, following)
+
+
+@dataclass
+class _ClaimWork:
+    """The steps of a claim that are done; `first` is the first one that is not reported, `count` the number of all."""
+
+    first: int
+    count: int = 0
+    times: list[float] = field(default_factory=list)
+    losses: list[Mapping[str, Any]] = field(default_factory=list)
+    outcome: Any = None
+
+    def note(self, step_s: float, outcome: Any) -> None:
+        """Note a step that took this long."""
+        self.count += 1
+        self.times.append(step_s)
+        self.losses.append(losses_of(outcome))
+        self.outcome = outcome
+
+    def note_ended(self) -> None:
+        """Note a step that had ended everywhere before."""
+        self.count += 1
+        self.losses.append({})
+
+    def not_finite(self) -> NotFinite | None:
+        """Return the first loss that is not finite since the last report; waits until the losses are computed."""
+        return first_not_finite(self.first, self.losses)
+
+    def progress(self) -> tuple[float, dict[str, float], NotFinite | None]:
+        """Return the duration of a step, the newest metrics and `not_finite()`, which are then reported."""
+        step_s = statistics.median(self.times) if self.times else 0.0
+        found = step_s, real_scalars(self.outcome), self.not_finite()
+        self.first += len(self.losses)
+        self.times.clear()
+        self.losses.clear()
+        return found

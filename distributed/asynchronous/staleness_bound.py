@@ -1,0 +1,136 @@
+"""A worker's part in bounded staleness: each of its steps waits until the task that counts the run's steps admits it.
+
+That task is called the host; it decides by `steps.staleness`. A step is in one interval from its admission, before its
+reads, to the report of its end, when all tasks have applied it. A step that failed has ended when all of its tasks have
+confirmed that it is cancelled, since they may still be applying it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from dflow.distributed.cluster.cluster_steps import ClusterSteps
+from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
+from dflow.distributed.steps.retries import retried
+from dflow.distributed.steps.steps_ahead import StepsAhead
+from dflow.distributed.training.long_wait import waited_for
+from dflow.distributed.training.strategy import SharedStep, StrategyCluster
+from dflow.distributed.wire.messages.placement import PlaceVariable
+from dflow.distributed.wire.messages.plans import CancelStep
+from dflow.distributed.wire.messages.rounds import BeginStep, EndStep, StepAdmitted
+from dflow.distributed.wire.messages.status import GetHealth
+from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed
+
+#: Numbers of the steps of this process, over all runs.
+_numbers = itertools.count(1)
+
+
+class BoundTasks(StrategyCluster, Protocol):
+    """The part of a cluster that is needed here; see `Cluster`."""
+
+    requests: OutgoingRequests
+    steps: ClusterSteps
+
+
+class StalenessBound:
+    """The bound `limit` of the steps of `loop`, of the run `run`; a task of `job` is the host."""
+
+    def __init__(self, cluster: BoundTasks, run: str, limit: int, prefetch: int, job: str, loop: StepsAhead) -> None:
+        self._cluster, self._run, self._limit, self._prefetch, self._loop = cluster, run, limit, prefetch, loop
+        place = PlaceVariable(f"{run}/staleness", "staleness", (), 0, job, kind="run", is_saved=False)
+        #: Number of the newest step.
+        self._number = 0
+        #: Version of a roster that this task has.
+        self._known = 0
+        self._host = retried(cluster, lambda: cluster.coordinator.ask(place)).task
+
+    @contextmanager
+    def taking_part(self) -> Iterator[StalenessBound]:
+        """Return the context of the loop."""
+        try:
+            yield self
+        finally:
+            self._end(is_last=True)
+
+    def around(self, step: SharedStep) -> SharedStep:
+        """Return the context of each step, entered when the step may begin, around the context `step`."""
+
+        @contextmanager
+        def bounded(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
+            self._begin()
+            try:
+                with step(steps, batches):
+                    yield
+            finally:
+                self._end()
+
+        return bounded
+
+    def _begin(self) -> None:
+        """Wait until the next step may begin."""
+        if unsettled := self._unsettled():
+            raise DeadlineExceeded(
+                f"{short_task_name(unsettled)} has not confirmed the end of a step that failed, and may still apply it",
+                "see its output, or end it",
+            )
+        held, self._number = self._loop.held, next(_numbers)
+        try:
+            admitted = waited_for(self._cluster.task, self._cluster.steps.timeout_s, self._asked)
+            self._await_roster(admitted.roster)
+        except BaseException:
+            self._end()
+            raise
+        if held is not None and not admitted.uses_held:
+            self._loop.cancel("its values would be older than max_staleness allows")
+        self._loop.admitted(admitted.version, why_not=self._why_not_ahead(admitted.workers))
+
+    def _asked(self, wait_s: float) -> StepAdmitted:
+        message = BeginStep(self._run, self._cluster.task, self._number, self._limit, self._loop.held, wait_s)
+        return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
+
+    def _await_roster(self, version: int) -> None:
+        """Wait until this task has the roster of this version: a worker that it lists as dead may have been in a step.
+
+        Other tasks take no message of this task's step before they have the roster too, and then they refuse those of
+        the dead worker.
+        """
+        if version > max(self._known, self._cluster.steps.server.peers.introduced_at):
+            # The coordinator sends its rosters before later answers.
+            self._cluster.coordinator.ask(GetHealth(self._cluster.task), self._cluster.steps.timeout_s)
+            self._known = version
+
+    def _why_not_ahead(self, workers: int) -> str:
+        """Why no step may begin ahead: its values would be too old, if all workers take the same time for a step."""
+        # Each other worker is in a step when the values are read, and begins one before the step is called and one in
+        # it. With `prefetch`, all workers do as many steps more before the call.
+        least = 3 * (workers - 1) + self._prefetch * workers
+        if self._limit >= least:
+            return ""
+        return f"max_staleness={self._limit} is below {least}, which {workers} workers need for it"
+
+    def _end(self, *, is_last: bool = False) -> None:
+        """Report that the step has ended, unless a task may still apply it. Ignores a host that is gone."""
+        with contextlib.suppress(DflowError):
+            if not self._unsettled():
+                message = EndStep(self._run, self._cluster.task, self._number, is_last)
+                self._cluster.steps.server.peer(self._host).notify(message)
+
+    def _unsettled(self) -> str:
+        """Return a task that may still apply the step that failed; empty if none may, or no step failed."""
+        if self._loop.failed is None:
+            return ""
+        step, peers = self._loop.failed
+        for task in peers:
+            try:
+                self._cluster.requests.ask(task, CancelStep(step.origin, step.number, "it failed"))
+            except (TaskLost, TransportClosed):
+                continue
+            except DflowError:
+                return task
+        self._loop.failed = None
+        return ""

@@ -1,0 +1,277 @@
+"""Variables, queues and accumulators that live on the tasks of a cluster, as code outside of steps uses them.
+
+The coordinator says which task holds a name, and says the same to every worker; whoever asks first creates it there. A
+read or a write is one message and its answer; another op on a variable is a step of its own. Tasks save and restore the
+variables that they hold themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.distributed.cluster.cluster_resources import (
+    ClusterResources,
+    refuse_unnamed,
+    task_in_scope,
+    task_of_resource,
+)
+from dflow.distributed.cluster.cluster_steps import ClusterSteps, PartitionedStep
+from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
+from dflow.distributed.cluster.variable_batch import (
+    HostArray,
+    PendingVariable,
+    create,
+    created_together,
+    on_host,
+    settle,
+)
+from dflow.distributed.evaluation.shared_evaluation import CAPTURE_NUMBERS, SharedValues
+from dflow.distributed.steps.retries import retried
+from dflow.distributed.task.variable_layout import layout_of
+from dflow.distributed.transport.base import Reply
+from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
+from dflow.distributed.wire.messages.checkpoints import (
+    CaptureVariables,
+    DividedVariable,
+    EndCapture,
+    EndRestore,
+    ReadCheckpoint,
+    SavedVariable,
+    SaveVariables,
+    VariablePart,
+)
+from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
+from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.saved_arrays import SavedArrays
+from dflow.lowering.passes.base import Observer
+from dflow.lowering.programs.initial_ops import InitialOps
+from dflow.lowering.state_backend import Runner, SavedVariables, WriteCaptured, indices_of
+from dflow.tracing.devices.task_name import split_task_name
+from dflow.tracing.errors import DflowError, TaskLost, VariableError
+from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.ir.updates import KINDS
+from dflow.tracing.jaxprs.trace import Traced, trace
+from dflow.tracing.primitives.state_primitives import record_update
+from dflow.tracing.source import at, caller
+from dflow.tracing.state.initial_value import Initial, TypedInitial
+from dflow.tracing.state.resources import Variable
+
+#: Longest wait for a snapshot with restored values, in s.
+RESTORE_WAIT_S = 60.0
+
+
+class ClusterHome(ClusterResources):
+    """The home of variables spread over the tasks of one job.
+
+    Homes with the same connection to a cluster are equal, whatever their job: functions run the same on each.
+    """
+
+    shares_names = True
+    is_local = False
+
+    def __init__(self, requests: OutgoingRequests, steps: ClusterSteps, job: str) -> None:
+        super().__init__(requests, steps, job)
+        self._ops: dict[tuple[Any, ...], Runner] = {}
+        _, index = split_task_name(requests.task)
+        self.is_saver = index == 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClusterHome) and other._requests is self._requests
+
+    def __hash__(self) -> int:
+        return hash(id(self._requests))
+
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
+        return self.steps.lower(traced, check=check, observe=observe)
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        return self.steps.runner(traced, check=check, observe=observe)
+
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> None:
+        refuse_unnamed(variable, f"a variable of {variable.type}", VariableError)
+        if jnp.issubdtype(variable.dtype, jax.dtypes.extended) and dtype_name(variable.dtype) not in KEYS:
+            raise VariableError(
+                f"variable {variable.name!r} holds {variable.type}, whose keys no other task knows",
+                f"use keys of one of the algorithms {', '.join(algorithm for algorithm, _ in KEYS.values())}",
+                at=variable.loc,
+            )
+        layout = layout_of(variable)
+        on = task_in_scope(f"variable {variable.name!r}", variable.loc) if near is None else ""
+        create(self._requests, PendingVariable(variable, self._job, near, _first_value(variable, initial), on, layout))
+        variable.sharding = None  # what is read is on one device
+
+    def prepared(self, initial: Initial, name: str | None) -> Initial:
+        is_ready = isinstance(initial, TypedInitial) or not callable(initial)
+        return initial if is_ready else InitialOps(initial, name)
+
+    def settle(self, variable: Variable) -> None:
+        settle(variable)
+
+    def together(self) -> AbstractContextManager[None]:
+        return created_together(self._requests)
+
+    def read(self, variable: Variable) -> jax.Array:
+        (value,) = self.snapshot([variable])
+        return value
+
+    def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
+        """Return the values; those of one task are of one moment."""
+        by_task = _by_task({variable.key: [variable] for variable in variables})
+        answers = self._ask({task: ReadVariables(tuple(held)) for task, held in by_task.items()})
+        values: dict[str, jax.Array] = {}
+        for held, (answer, payload) in zip(by_task.values(), answers, strict=True):
+            arrays = decode_arrays(answer.arrays, payload)
+            values.update(zip(held, map(jax.device_put, arrays), strict=True))
+        return [values[variable.key] for variable in variables]
+
+    @contextmanager
+    def at_one_moment(self, variables: Sequence[Variable]) -> Iterator[list[jax.Array]]:
+        """Return the values at one moment of all tasks. Steps wait for the capture, and not for the transfer."""
+        shared = SharedValues(self._requests, self.steps, variables)
+
+        def captured() -> list[jax.Array]:
+            shared.capture()
+            found = shared.read()
+            if found is None:
+                raise TaskLost("a task has lost the values that it captured", "try it again", at=caller())
+            return found[1]
+
+        try:
+            yield retried(self.steps, captured)
+        finally:
+            shared.end()
+
+    @contextmanager
+    def capturing(self, variables: SavedVariables) -> Iterator[WriteCaptured]:
+        """Have all tasks keep the values of one moment between two steps; the function given has them write these."""
+        capture, by_task = (self._requests.task, next(CAPTURE_NUMBERS)), _by_task(variables)
+
+        def write(folder: Place, places: Mapping[str, str]) -> None:
+            divided = {
+                name: DividedVariable(name, places[name], first.part.whole, tuple(map(_part_on_task, held)))
+                for name, held in variables.items()
+                if (first := held[0]).part is not None and len(held) > 1
+            }
+            messages = {}
+            for task, held in by_task.items():
+                saved = (
+                    SavedVariable(one.key, name, places[name])
+                    for name, [one, *_] in held.items()
+                    if name not in divided
+                )
+                parts = (divided[name] for name in held if name in divided)
+                messages[task] = SaveVariables(*capture, str(folder), tuple(saved), tuple(parts))
+            self._ask(messages)
+
+        def release() -> None:
+            with suppress(DflowError):  # a task that is gone has released the values too
+                self._ask(dict.fromkeys(by_task, EndCapture(*capture)))
+
+        with ExitStack() as releasing:
+            releasing.callback(release)
+            captures = {
+                task: CaptureVariables(*capture, tuple(one.key for each in held.values() for one in each))
+                for task, held in by_task.items()
+            }
+            self.steps.while_paused(lambda: self._ask(captures), "a save")
+            yield write
+
+    @contextmanager
+    def restoring(self, files: SavedArrays, variables: SavedVariables) -> Iterator[Callable[[], None]]:
+        """Have each task read its arrays; the function given has each task set its variables at one moment."""
+        restore, messages = (self._requests.task, next(CAPTURE_NUMBERS)), {}
+        for task, held in _by_task(variables).items():
+            whole = {name for name in held if len(variables[name]) == 1}
+            keys = {name: held[name][0].key for name in whole}
+            parts = {name: tuple(map(_part_on_task, held[name])) for name in held if name not in whole}
+            messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys, parts)
+
+        def release() -> None:
+            with suppress(DflowError):  # a task that is gone has released the values too
+                self._ask(dict.fromkeys(messages, EndRestore(*restore, is_set=False)))
+
+        def set_all() -> None:
+            releasing.pop_all()
+            ends = dict.fromkeys(messages, EndRestore(*restore, is_set=True))
+            try:
+                self.steps.while_paused(lambda: self._ask(ends), "a restore")
+            except BaseException:
+                with suppress(DflowError):
+                    self.save_changes("", 0.0)  # some tasks may have set their variables
+                raise
+            self.save_changes(f"what was restored from {files.path}", RESTORE_WAIT_S)
+
+        with ExitStack() as releasing:
+            releasing.callback(release)
+            self._ask(messages)
+            yield set_all
+
+    def _ask(self, messages: Mapping[str, Request[Answer]]) -> list[Reply[Answer]]:
+        """Return the answers of tasks, asked concurrently. Raises their first error, with the user's line."""
+        answers = self._requests.ask_all([(task, message, b"") for task, message in messages.items()])
+        found = []
+        for answer in answers:
+            if isinstance(answer, DflowError):
+                raise _with_line(answer)
+            found.append(answer)
+        return found
+
+    def gather(self, variable: Variable, indices: Any) -> jax.Array:
+        rows: jax.Array = self._run_op(variable, "gather", variable.gather, indices)[0]
+        return rows
+
+    def update(self, variable: Variable, kind: str, *operands: Any) -> None:
+        if KINDS[kind].reads:
+            self._run_op(variable, kind, functools.partial(record_update, variable, kind), *operands)
+            return
+        message = WriteVariable(variable.key, dtype_name(variable.dtype), variable.shape)
+        try:
+            self._requests.ask(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
+        finally:
+            self.steps.state_changed()
+
+    def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
+        """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""
+        key = (variable.key, name, *map(array_type_of, operands))
+        step = self._ops.get(key)
+        if step is None:
+            traced = trace(op, operands, {})
+            step = self._ops[key] = self.runner(traced, check=False, observe=None)
+        return step(operands)
+
+    def forget(self, variable: Variable, reason: str, remedy: str) -> None:
+        """Free the value on its task. Later use of the variable raises VariableError with this reason and remedy."""
+        self.forget_state(task_of_resource(variable), variable.key, True, reason, remedy)
+
+
+def _with_line(error: DflowError) -> DflowError:
+    """Return an error of a task with the user's line between its fact and its remedy."""
+    line, (fact, newline, remedy) = at(caller()), str(error).partition("\n")
+    return error if line in str(error) else type(error)(f"{fact}{line}{newline}{remedy}")
+
+
+def _by_task(variables: SavedVariables) -> dict[str, dict[str, list[Variable]]]:
+    found: dict[str, dict[str, list[Variable]]] = defaultdict(lambda: defaultdict(list))
+    for name, held in variables.items():
+        for variable in held:
+            found[task_of_resource(variable)][name].append(variable)
+    return found
+
+
+def _part_on_task(variable: Variable) -> VariablePart:
+    return VariablePart(task_of_resource(variable), variable.key, *indices_of(variable))
+
+
+def _first_value(variable: Variable, initial: Initial) -> TypedInitial | HostArray:
+    """Return the initialiser if it may run later. If it reads variables, run it now and return its value."""
+    if isinstance(initial, TypedInitial) and not (isinstance(initial, InitialOps) and initial.reads_state):
+        return initial
+    return on_host(jnp.array(initial() if callable(initial) else initial, variable.dtype))

@@ -1,0 +1,46 @@
+"""The cluster of a standalone process, which `dflow.connect()` returns when no cluster was configured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from dflow.distributed.cluster.cluster import LOCAL_JOB, Cluster
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.lowering.state.store import Store
+
+
+class NoCalls:
+    """A clock that never runs the calls scheduled on it: a standalone process needs no heartbeats or reconnects."""
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since an arbitrary moment."""
+        return time.monotonic()
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> NoCalls:
+        """Return an object that can be stopped; `call` is never called."""
+        return self
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def standalone(store: Store) -> Cluster:
+    """Return a cluster whose only task is this process, with a coordinator in it, and without threads and sockets."""
+    network = MemoryNetwork(is_threaded=False)
+    coordinator = Coordinator(network, "", {LOCAL_JOB: 1}, tick_s=None)
+    return Cluster(
+        coordinator.address,
+        network,
+        job=LOCAL_JOB,
+        index=0,
+        store=store,
+        address="",
+        is_standalone=True,
+        clock=NoCalls(),
+    )

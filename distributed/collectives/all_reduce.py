@@ -1,0 +1,319 @@
+"""Training on one mesh over the devices of all workers: XLA adds up the gradients by its own collectives.
+
+Every process runs the same program, and each step is one computation of all of them. Its batch is divided among the
+processes, and its variables are on all devices or divided among them. A process that does another number of steps, or
+another step, would leave the others in a collective without end. So before each step the processes tell each other,
+through the coordinator, what they are about to do. This costs no time while the devices compute the step before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.process.termination import Terminated
+from dflow.distributed.training.batch_supply import END, BatchSupply
+from dflow.distributed.training.step_report import first_not_finite, losses_of, real_scalars
+from dflow.distributed.training.strategy import (
+    REPORT_S,
+    StepResult,
+    Strategy,
+    StrategyCluster,
+    StrategyRun,
+    arguments_of,
+)
+from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
+from dflow.tracing.errors import DflowError, StrategyError
+from dflow.tracing.near_names import suggests_keywords
+
+if TYPE_CHECKING:
+    # The command line imports this module, and has no time to import JAX.
+    from jax.sharding import Mesh
+
+    from dflow.distributed.collectives.agreed_programs import AgreedPrograms
+    from dflow.distributed.collectives.process_mesh import ProcessMesh
+    from dflow.lowering.state.store import Store
+
+LOGGER = logging.getLogger("dflow")
+EMPTY: Mapping[str, float] = MappingProxyType({})
+
+
+class CollectiveCluster(StrategyCluster, Protocol):
+    """The part of a cluster that the strategy needs."""
+
+    #: Whether this process is the only one for good.
+    is_standalone: bool
+    #: The processes that compute together; None before `start_collectives`.
+    group: ProcessGroup | None
+    #: Compares the programs of these processes; None before `start_collectives`.
+    programs: AgreedPrograms | None
+    #: The variables of this process.
+    store: Store
+
+    def process_mesh(self, axes: Mapping[str, int], batch_axis: str, *, fully_sharded: bool) -> ProcessMesh:
+        """Return the mesh over the devices of all processes."""
+        ...
+
+
+class AllReduce(Strategy):
+    """Runs a training step on the devices of all workers together, `steps` times.
+
+    cluster        the result of `dflow.connect(collectives=True)`; of a standalone process, all its devices are used
+    axes           sizes of the mesh by the names of its axes; -1 means all remaining devices
+    batch_axis     the axis over which batches are divided
+    fully_sharded  whether each variable made in `variables()` without a spec is divided over the axis of
+                   batches, along its largest dimension that can be; otherwise each device has a copy
+    raises         StrategyError for a cluster without collectives, or other axes
+
+    Each worker gives its own part of each batch; the step gets the arrays of all parts together, in the order of the
+    workers, so the result is that of one process. Scalars must be the same in all processes. Workers whose devices
+    have the same place along the axis of batches give the same part. A function of batches is given the number `step` *
+    n + `index` of n parts, where `index` is the worker's part: see `part`.
+
+    The loop ends in all processes at the same step: when the batches of one of them end, the others leave their batch
+    of that step unused, and log that. After SIGTERM to one of them all raise SystemExit with the status 143 before the
+    same step, and the end of a `CheckpointManager`'s block saves the step before it. `run` raises StrategyError in all
+    processes for batches of different shapes, structures or scalars; TaskLost when a worker has left; DeadlineExceeded
+    with the workers that are not ready for a step; and VariableError for optimizers of variables that were not made in
+    `variables()`.
+    """
+
+    run_prefix = "all_reduce"
+    ends_together = True
+    _cluster: CollectiveCluster
+
+    @suggests_keywords
+    def __init__(
+        self,
+        cluster: CollectiveCluster,
+        *,
+        axes: Mapping[str, int] | None = None,
+        batch_axis: str = "data",
+        fully_sharded: bool = False,
+    ) -> None:
+        if cluster.group is None and not cluster.is_standalone:
+            raise StrategyError(
+                f"{type(self).__name__}: expected a cluster with collectives, got one without",
+                "write dflow.connect(collectives=True)",
+            )
+        self._cluster, self._group = cluster, cluster.group
+        self._on = cluster.process_mesh(axes or {"data": -1}, batch_axis, fully_sharded=fully_sharded)
+        self._first = 0
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all devices of all processes, for shardings and constraints of the program's own."""
+        return self._on.mesh
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Index of this process's part of each batch, and the number of parts."""
+        return self._on.part, self._on.parts
+
+    @property
+    def batches_per_step(self) -> int:
+        return self._on.parts
+
+    def variables(self) -> AbstractContextManager[None]:
+        """Return a context whose variables are spread over the mesh; `sharding` may be a `PartitionSpec` over its axes.
+
+        Each device makes only its part. At its end, raises StrategyError in all processes if they have not made the
+        same variables with the same first values.
+        """
+        return self._on.variables(self._group, self._cluster.store)
+
+    @suggests_keywords
+    def run(
+        self,
+        step: Callable[..., StepResult],
+        batches: Iterable[Any] | Callable[[int], Any] | BatchSupply,
+        *,
+        steps: int,
+        name: str | None = None,
+        first: int = 0,
+    ) -> Generator[StepResult]:
+        """As `Strategy.run`, for the steps from number `first` to `steps` - 1.
+
+        first  number of the first step: in a program that goes on from a checkpoint, `next_step` of its
+               `CheckpointManager`. A function of batches counts from there; an iterable gives the rest of the batches
+        """
+        of_run = copy.copy(self)
+        of_run._first = first
+        return Strategy.run(of_run, step, batches, steps=steps, name=name)
+
+    def results(self, run: StrategyRun) -> Iterator[Any]:
+        # To the end of the loop, since the processes end it together.
+        with run.guard.step():
+            yield from self._steps(run)
+
+    def _steps(self, run: StrategyRun) -> Iterator[Any]:
+        """Yield the results of the steps; raise Terminated before a step, in all processes, if SIGTERM has come."""
+        progress = StepProgress(self._cluster, run.name, run.steps, self._first)
+        try:
+            for number, batch in enumerate(self._batches(run), self._first):
+                with self._computing():
+                    with self._step_of(run, number):
+                        outcome = run.step(*arguments_of(self._on.divided(batch)))
+                    progress.note(outcome)
+                run.opened.is_at_end = progress.is_over
+                yield outcome
+        except BaseException as error:
+            progress.tell()  # a metric may never be computed
+            if isinstance(error, GeneratorExit) and progress.is_over:
+                self._end_together(run)
+            raise
+        with self._computing():
+            progress.report()
+
+    @contextmanager
+    def _step_of(self, run: StrategyRun, number: int) -> Iterator[None]:
+        """Return the context of step `number`, whose programs all processes compare before they run them."""
+        if self._cluster.programs is None:
+            yield
+            return
+        point, is_one_call = _point(run, number), hasattr(run.step, "trace")
+        with self._on.shared_step(self._cluster.programs, point, is_one_call=is_one_call):
+            yield
+
+    def _end_together(self, run: StrategyRun) -> None:
+        """Meet the other processes at the end of the run, whose loop the program has left at the last step."""
+        with contextlib.suppress(DflowError):
+            self._told_by_all(run, run.steps, _Ready(stops=run.guard.has_come))
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return the context of a computation of all processes, which raises TaskLost if one has left."""
+        return nullcontext() if self._group is None else self._group.computing()
+
+    def _batches(self, run: StrategyRun) -> Iterator[Any]:
+        """Yield this worker's batch for each step, as long as all workers have one."""
+        if not 0 <= self._first <= run.steps:
+            raise StrategyError(
+                f"run: first: expected a step from 0 to {run.steps}, got {self._first}", "give manager.next_step"
+            )
+        for number in range(self._first, run.steps):
+            batch = run.batches.take(number * self._on.parts + self._on.part)
+            if not self._are_all_ready(run, number, batch):
+                return
+            yield batch
+        self._told_by_all(run, run.steps, _Ready(stops=run.guard.has_come))
+
+    def _are_all_ready(self, run: StrategyRun, number: int, batch: Any) -> bool:
+        """Return whether all processes have a batch for the step. Raises StrategyError if they do not fit."""
+        described = "" if batch is END else self._on.described(batch)
+        checksum = self._on.checksum(batch) if described and self._on.shares_part else 0
+        told = self._told_by_all(run, number, _Ready(described, self._on.part, checksum, run.guard.has_come))
+        ended = [name for name, one in told.items() if not one.batch]
+        if ended and self._group is not None:
+            unused = "" if batch is END else "; this worker's batch for the next step is not used"
+            LOGGER.warning(
+                "run %r ends after %d of %d steps: the batches of %s have ended%s",
+                *(run.name, number, run.steps, ", ".join(ended), unused),
+            )
+        if ended:
+            return False
+        point = _point(run, number)
+        _refuse_unequal(point, {name: one.batch for name, one in told.items()})
+        for part in {one.part for one in told.values()} if self._on.shares_part else ():
+            sums = {name: f"a batch of checksum {one.checksum}" for name, one in told.items() if one.part == part}
+            _refuse_unequal(f"{point}, part {part} of the batch", sums)
+        return True
+
+    def _told_by_all(self, run: StrategyRun, number: int, ready: _Ready) -> dict[str, _Ready]:
+        """Return what all processes tell before a step, or after the last one. Raises Terminated if one of them stops.
+
+        A process that SIGTERM has come to stops. All then have done the same steps, so that they can save their state.
+        """
+        told = {"this process": ready}
+        if self._group is not None:
+            point = _point(run, number) if number < run.steps else f"the end of run {run.name!r}"
+            words = self._group.exchange(point, msgspec.json.encode(ready).decode())
+            told = {
+                name: msgspec.json.decode(word, type=_Ready)
+                for name, word in zip(self._group.names, words, strict=True)
+            }
+        if stopping := [name for name, one in told.items() if one.stops]:
+            reason = f"SIGTERM has come to {', '.join(stopping)}"
+            LOGGER.warning("run %r ends after %d of %d steps: %s", run.name, number, run.steps, reason)
+            raise Terminated(reason, is_agreed=True)
+        return told
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    """What a process tells the others before a step.
+
+    batch     description of its batch; empty when its batches have ended
+    part      index of its part of the batch
+    checksum  of the batch's values, if other processes give the same part; else 0
+    stops     whether SIGTERM has come to it
+    """
+
+    batch: str = ""
+    part: int = 0
+    checksum: int = 0
+    stops: bool = False
+
+
+def _point(run: StrategyRun, number: int) -> str:
+    return f"step {number} of run {run.name!r}"
+
+
+def _refuse_unequal(what: str, given: Mapping[str, str]) -> None:
+    """Raise StrategyError if the workers have not given the same."""
+    if len({*given.values()}) > 1:
+        described = "; ".join(f"{one}: {text}" for one, text in given.items())
+        raise StrategyError(
+            f"{what}: expected the same on all workers, got {described}",
+            "give batches of the same structure, shapes, dtypes and scalars, and one batch for one part",
+        )
+
+
+class StepProgress:
+    """Reports this worker's steps to the coordinator, at most every `REPORT_S`."""
+
+    def __init__(self, cluster: StrategyCluster, run: str, total: int, first: int) -> None:
+        self._cluster, self._run, self._total = cluster, run, total
+        self._done = self._told = first
+        self._losses: list[Mapping[str, Any]] = []
+        self._outcome: Any = None
+        self._told_s = time.monotonic()
+        # Steps before a later return to a snapshot are not counted.
+        self._undone = cluster.undone
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done."""
+        return self._done == self._total
+
+    def note(self, outcome: Any) -> None:
+        """Note a step, which may not be computed yet, except for the last one."""
+        self._done += 1
+        self._losses.append(losses_of(outcome))
+        self._outcome = outcome
+        if self.is_over or time.monotonic() - self._told_s > REPORT_S:
+            self.report()
+
+    def report(self) -> None:
+        """Report the steps since the last report, once they are computed."""
+        found, metrics = first_not_finite(self._told, self._losses), real_scalars(self._outcome)
+        steps = self._done - self._told
+        self.tell((time.monotonic() - self._told_s) / steps if steps else 0.0, metrics, found)
+
+    def tell(
+        self, step_s: float = 0.0, metrics: Mapping[str, float] = EMPTY, not_finite: NotFinite | None = None
+    ) -> None:
+        """Report the steps since the last report, with their duration, metrics, and a loss that is not finite."""
+        message = RoundsDone(self._run, self._cluster.task, self._done, self._total, self._done - self._told)
+        found = msgspec.structs.replace(
+            message, step_s=step_s, metrics=dict(metrics), not_finite=not_finite, undone=self._undone
+        )
+        self._cluster.coordinator.tell(found)
+        self._told, self._told_s, self._losses = self._done, time.monotonic(), []

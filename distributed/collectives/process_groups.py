@@ -1,0 +1,262 @@
+"""Groups of processes that run one program together, as training by collectives does: how they form, and what they
+tell each other.
+
+A group is all tasks of a job, each in one life. It forms when all that are live or expected have asked; a task that
+left by a fault is waited for too, for a while, and then the group forms without it. Once formed, a group never changes:
+when a member leaves it is over, and its other members ask for the next one in their next lives.
+
+The members of a group exchange words: each gives one at a point of the program, and gets those of all when every
+member has come there.
+
+Invariants:
+- a life is a member of at most one group, and all members get the same answer;
+- a request is answered exactly once: with the words of all, or with an error that names the tasks that are missing,
+  have left, or have come to another point of the program;
+- no member passes an exchange before all have come there, and no exchange is passed after a member has left;
+- an exchange fails if its missing members wait for the other members, at a barrier or at the end of the program;
+- a group does not outlive its coordinator's process, and its members are notified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from dflow.distributed.collectives.group_messages import (
+    END,
+    MAIN,
+    AwaitLeaderWork,
+    Exchange,
+    Exchanged,
+    GroupFormed,
+    JoinGroup,
+    LeaderWorks,
+)
+from dflow.distributed.collectives.leader_work import LeaderWorkBook
+from dflow.distributed.coordinator.coordinator_events import Log, SendReply
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
+
+#: Longest wait of a new group for the next life of a task after a fault, in s.
+RETURN_S = 60.0
+#: An exchange that lasts longer is logged once, with the missing tasks, in s.
+LONG_EXCHANGE_S = 10.0
+
+#: The tasks to wait for when a group of a job forms, at a time: live, expected, or expected back.
+Expected = Callable[[str, float], tuple[str, ...]]
+#: Description of a task at a time, for an error.
+Describe = Callable[[str, float], str]
+#: The barrier at which a task waits, and the tasks that are missing there; None if it waits at none.
+AtBarrier = Callable[[str], tuple[str, frozenset[str]] | None]
+
+
+@dataclass(frozen=True)
+class _Applicant:
+    """A task that waits for its group to form; `life` is its own, `ask` the request to answer."""
+
+    ask: int
+    life: int
+    until_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class _GivenWord:
+    """A member's part in an exchange, which waits for the others."""
+
+    ask: int
+    until_s: float
+    request: Exchange
+
+
+@dataclass
+class _Channel:
+    """The exchanges of one thread of the program: the number and the words of the last one, and the open one."""
+
+    number: int = 0
+    words: tuple[str, ...] = ()
+    given: dict[str, _GivenWord] = field(default_factory=dict)
+    began_s: float = 0.0
+    is_announced: bool = False
+
+
+@dataclass
+class _Group:
+    """A group, from its beginning until all its members have left; `lost` says which of them has left first."""
+
+    members: dict[str, int]
+    lost: str = ""
+    channels: dict[str, _Channel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        #: The works that the member of rank 0 does for all.
+        self.works = LeaderWorkBook(next(iter(self.members)))
+
+    @property
+    def described_end(self) -> str:
+        """Description of the end of the group."""
+        return f"the group of {', '.join(map(short_task_name, self.members))} is over: {self.lost}"
+
+    @property
+    def formed(self) -> GroupFormed:
+        """The answer to every member."""
+        return GroupFormed(tuple(self.members), tuple(self.members.values()))
+
+
+class ProcessGroups:
+    """The groups of one cluster."""
+
+    def __init__(self, expected: Expected, describe: Describe, at_barrier: AtBarrier = lambda task: None) -> None:
+        self._expected, self._describe, self._at_barrier = expected, describe, at_barrier
+        #: By job, the tasks that wait for a group.
+        self._waiting: dict[str, dict[str, _Applicant]] = {}
+        #: By life of a member.
+        self._groups: dict[int, _Group] = {}
+
+    def join(self, at_s: float, ask: int, life: int, request: JoinGroup) -> list[SendReply]:
+        """Note that a live task asks for a group; answer all when it was the last one."""
+        if life in self._groups:  # the answer was lost with a connection
+            return [SendReply(ask, self._groups[life].formed)]
+        job, _ = split_task_name(request.task)
+        until_s = at_s + request.timeout_s
+        self._waiting.setdefault(job, {})[request.task] = _Applicant(ask, life, until_s, request.timeout_s)
+        return self._form(job, at_s)
+
+    def exchange(self, at_s: float, ask: int, life: int, request: Exchange) -> list[SendReply]:
+        """Take the word of a live task; answer all members when it was the last one."""
+        group = self._going_on(life, request.task)
+        if isinstance(group, Failure):
+            return [SendReply(ask, group)]
+        passed = group.works.come(request.task, request.number) if request.channel == MAIN else []
+        return passed + self._exchange(at_s, ask, group, request)
+
+    def await_work(self, at_s: float, ask: int, life: int, request: AwaitLeaderWork) -> list[SendReply]:
+        """Answer a live task when the member of rank 0 of its group has ended a work."""
+        group = self._going_on(life, request.task)
+        return [SendReply(ask, group)] if isinstance(group, Failure) else group.works.wait(at_s, ask, request)
+
+    def note_work(self, life: int, told: LeaderWorks) -> list[SendReply]:
+        """Note that a member of rank 0 has begun or ended a work for its group."""
+        return self._groups[life].works.note(told) if life in self._groups else []
+
+    def _going_on(self, life: int, task: str) -> _Group | Failure:
+        """Return the group of a life, or the answer if it is over."""
+        group = self._groups.get(life)
+        if group is not None and not group.lost:
+            return group
+        why = group.lost if group is not None else "the coordinator was started again, and knows it no longer"
+        return Failure("TaskLost", f"the group of {short_task_name(task)} is over: {why}")
+
+    def _exchange(self, at_s: float, ask: int, group: _Group, request: Exchange) -> list[SendReply]:
+        channel = group.channels.setdefault(request.channel, _Channel())
+        if request.number == channel.number:  # the answer was lost with a connection
+            return [SendReply(ask, Exchanged(channel.words))]
+        if not channel.given:
+            channel.began_s, channel.is_announced = at_s, False
+        channel.given[request.task] = _GivenWord(ask, at_s + request.timeout_s, request)
+        if len({one.request.name for one in channel.given.values()}) > 1:
+            return _refuse(channel, "StrategyError", _apart(channel))
+        if len(channel.given) < len(group.members):
+            return []
+        channel.number, channel.words = request.number, tuple(channel.given[one].request.word for one in group.members)
+        answers = [SendReply(one.ask, Exchanged(channel.words)) for one in channel.given.values()]
+        channel.given.clear()
+        return answers
+
+    def leave(self, at_s: float, task: str, life: int, why: str) -> list[SendReply]:
+        """Note that a task has left in this life; `why` is a sentence for the errors."""
+        job, _ = split_task_name(task)
+        self._waiting.get(job, {}).pop(task, None)
+        replies = self._form(job, at_s)
+        group = self._groups.get(life)
+        if group is None:
+            return replies
+        group.lost = group.lost or why
+        del self._groups[life]
+        for channel in group.channels.values():
+            channel.given.pop(task, None)
+            replies += _refuse(channel, "TaskLost", group.described_end)
+        return replies + group.works.lose(group.described_end)
+
+    def tick(self, at_s: float) -> list[SendReply | Log]:
+        """Form the groups that wait for no task any longer, and end the waits that are past their deadlines."""
+        commands: list[SendReply | Log] = []
+        for job, waiting in self._waiting.items():
+            commands += self._form(job, at_s)
+            late = [task for task, applicant in waiting.items() if at_s >= applicant.until_s]
+            missing = self._named(set(self._expected(job, at_s)) - set(waiting), at_s) if late else ""
+            for task in late:
+                applicant = waiting.pop(task)
+                waited = f"{short_task_name(task)} waited {applicant.timeout_s:g} s for its group to form"
+                remedy = "start what is missing, and have each call dflow.connect(collectives=True)"
+                commands.append(
+                    SendReply(applicant.ask, Failure("DeadlineExceeded", f"{waited}; missing: {missing}\n  {remedy}"))
+                )
+        for group in {id(group): group for group in self._groups.values()}.values():
+            for channel in group.channels.values():
+                commands += self._expire(group, channel, at_s)
+            commands += group.works.expire(at_s)
+        return commands
+
+    def _expire(self, group: _Group, channel: _Channel, at_s: float) -> list[SendReply | Log]:
+        if not channel.given or (at_s - channel.began_s < LONG_EXCHANGE_S and not _is_late(channel, at_s)):
+            return []
+        name = next(iter(channel.given.values())).request.name
+        if elsewhere := self._elsewhere(group, channel):
+            return [*_refuse(channel, "StrategyError", _apart(channel, elsewhere))]
+        missing = self._named(set(group.members) - set(channel.given), at_s)
+        here = ", ".join(map(short_task_name, channel.given))
+        text = f"{here} waited {at_s - channel.began_s:.1f} s at {name} for {missing}"
+        if _is_late(channel, at_s):
+            return [*_refuse(channel, "DeadlineExceeded", text)]
+        was_announced, channel.is_announced = channel.is_announced, True
+        return [] if was_announced else [Log(text)]
+
+    def _elsewhere(self, group: _Group, channel: _Channel) -> dict[str, str]:
+        """Return where each missing member waits, if none of them can come; else nothing."""
+        main = group.channels.get(MAIN, _Channel())
+        found: dict[str, str] = {}
+        for task in set(group.members) - set(channel.given):
+            barrier = self._at_barrier(task) if channel is main else None
+            if task in main.given and main.given[task].request.name == END:
+                found[task] = END
+            elif barrier is not None and not barrier[1].isdisjoint(channel.given):
+                found[task] = f"barrier {barrier[0]!r}"
+            else:
+                return {}
+        return found
+
+    def _form(self, job: str, at_s: float) -> list[SendReply]:
+        """Form the group of a job if all its tasks wait for it."""
+        waiting = self._waiting.get(job, {})
+        if not waiting or not waiting.keys() >= set(self._expected(job, at_s)):
+            return []
+        group = _Group({task: waiting[task].life for task in sorted(waiting, key=split_task_name)})
+        self._groups.update(dict.fromkeys(group.members.values(), group))
+        answers = [SendReply(applicant.ask, group.formed) for applicant in waiting.values()]
+        waiting.clear()
+        return answers
+
+    def _named(self, tasks: Iterable[str], at_s: float) -> str:
+        return ", ".join(self._describe(task, at_s) for task in sorted(tasks, key=split_task_name))
+
+
+def _is_late(channel: _Channel, at_s: float) -> bool:
+    return any(at_s >= given.until_s for given in channel.given.values())
+
+
+def _apart(channel: _Channel, elsewhere: Mapping[str, str] = {}) -> str:
+    """Describe members that have come to different points of the program; `elsewhere` are those of other waits."""
+    here = {task: given.request.name for task, given in channel.given.items()} | dict(elsewhere)
+    places = ", ".join(f"{short_task_name(task)} at {name}" for task, name in here.items())
+    return (
+        f"the processes of a group are at different points of the program: {places}\n"
+        "  let every worker make the same calls in the same order, and run loops of the same number of steps"
+    )
+
+
+def _refuse(channel: _Channel, kind: str, text: str) -> list[SendReply]:
+    """Answer the members that wait in the channel with an error."""
+    given = [*channel.given.values()]
+    channel.given.clear()
+    return [SendReply(one.ask, Failure(kind, text)) for one in given]

@@ -1,0 +1,1 @@
+"""Synchronous training: rounds of gradients, which a task adds up and applies once."""

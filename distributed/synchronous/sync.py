@@ -1,0 +1,211 @@
+"""Synchronous training: each update is the average of one gradient from each of several workers.
+
+In a synchronous step (a round, in names), each worker runs the user's step function. Traced under this strategy, its
+optimizer gives each gradient to an accumulator on the task of its variable, tagged by the round. One parameter task,
+the host, chooses the first `m` of `n` gradients, has all tasks apply the averages of theirs, drops late ones, and opens
+the next round (section 4.4 of the OSDI 2016 paper). The host starts the update, so the death of a worker leaves none
+half done; see `round_gradients.py`.
+
+An opening is an attempt at a round: a round whose update fails is opened again, under another number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec.structs import replace
+
+from dflow.distributed.asynchronous.async_ import Async
+from dflow.distributed.steps.retries import is_recovered
+from dflow.distributed.training.batch_supply import END, BatchSupply
+from dflow.distributed.training.step_report import first_not_finite, real_scalars
+from dflow.distributed.training.strategy import REPORT_S, Strategy, StrategyCluster, StrategyRun
+from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.tracing.devices.task_name import split_task_name
+from dflow.tracing.errors import DflowError, StrategyError, TaskLost
+from dflow.tracing.near_names import suggests_keywords
+
+if TYPE_CHECKING:
+    # The command line imports this module, and has no time to import JAX.
+    from dflow.distributed.synchronous.round_part import RoundPart
+
+
+class Workers(StrategyCluster, Protocol):
+    """The part of a cluster that the strategy needs."""
+
+    def take_part(self, run: str, job: str) -> RoundPart | None:
+        """Return this worker's part in a run of synchronous training; None if there is no other worker."""
+        ...
+
+
+class Sync(Strategy):
+    """Runs a training step on every worker in `steps` rounds; each round ends with one update of the variables.
+
+    cluster         the result of `dflow.connect()`
+    backup_workers  number of gradients that a round does not wait for: the slowest ones, which are dropped
+    requeue         whether a batch whose gradient was dropped is used again in the next round instead of lost
+    job             the job whose tasks may host the run
+    raises          StrategyError if this many backup workers leave no worker to wait for
+
+    A function of batches is given the number `round` * n + `index` of n workers, where `index` is the worker's. The
+    step gives gradients to each `dflow.Optimizer` once, and computes them from the variables' values of its round; an
+    update has those of all optimizers, or none. `run` raises StrategyError for a step without gradients, or that
+    gives them several times; DeadlineExceeded, naming the workers that gave no gradient.
+    """
+
+    run_prefix = "sync_run"
+    _cluster: Workers
+
+    @suggests_keywords
+    def __init__(self, cluster: Workers, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:
+        workers = cluster.colleagues()[1]
+        if not 0 <= backup_workers < workers:
+            raise StrategyError(
+                f"backup_workers={backup_workers} of {workers} worker{'s' if workers != 1 else ''} leaves none whose "
+                f"gradient is waited for",
+                f"give a number from 0 to {workers - 1}",
+            )
+        self._cluster, self._wanted = cluster, workers - backup_workers
+        self._requeue, self._job = requeue, job
+        #: Numbers of this worker's gradients that are in updates, and that were too late.
+        self.accepted = self.dropped = 0
+
+    def variables(self) -> AbstractContextManager[None]:
+        return self._cluster.parameter_servers(self._job)
+
+    @property
+    def batches_per_step(self) -> int:
+        return self._cluster.colleagues()[1]
+
+    def results(self, run: StrategyRun) -> Iterator[Any]:
+        if self._requeue and run.batches.is_numbered:
+            raise StrategyError(
+                "requeue=True: expected an iterable of batches, got a function, which gives each round its own",
+                "leave requeue out, or give an iterable",
+            )
+        part = self._cluster.take_part(run.name, self._job)
+        if part is not None:
+            yield from self._rounds(part, run)
+            return
+        for outcome in Async(self._cluster).results(run):
+            self.accepted += 1
+            yield outcome
+
+    def _rounds(self, part: RoundPart, run: StrategyRun) -> Iterator[Any]:
+        progress, done = _Progress(self._cluster, run.name, run.steps), -1
+        batches, failures = _RoundBatches(run.batches, self._cluster, run.steps), 0
+        try:
+            while batches.newest is not END:
+                epoch = self._cluster.epoch
+                progress.begin(self._cluster.undone)
+                try:
+                    gradients = part.open(run.step, batches.newest, run.steps, self._wanted)
+                    if gradients is None:
+                        return
+                    opening = part.next(done)
+                    while opening.done < run.steps:
+                        batch, started = batches.of(opening.done), time.perf_counter()
+                        with run.guard.step():
+                            outcome, is_fresh = part.run_step(gradients, run.step, batch, opening)
+                            step_s, done = time.perf_counter() - started, opening.number
+                            self.accepted += is_fresh
+                            self.dropped += not is_fresh
+                            progress.note(opening.done, step_s, real_scalars(outcome), not is_fresh)
+                        following = None
+                        if opening.done + 1 >= run.steps:
+                            # Before the last result: a program that has it need not come back for more.
+                            try:
+                                following = part.next(done)
+                            except DflowError:
+                                yield outcome
+                                raise
+                            run.opened.is_at_end = following.done >= run.steps
+                            progress.reached(following.done)
+                            progress.tell()
+                        yield outcome
+                        if is_fresh or not self._requeue:
+                            batches.take(opening.done + 1)
+                        # Wait even without another batch: after the loop the variables have this round's update.
+                        opening, failures = following or part.next(done), 0
+                        progress.reached(opening.done)
+                        if batches.newest is END:
+                            return
+                    return
+                except DflowError as error:
+                    # After a return to a snapshot the openings and accumulators from before it are no more.
+                    is_loss = isinstance(error, TaskLost) or self._cluster.epoch != epoch
+                    failures += 1
+                    if batches.is_taking or not is_loss or not is_recovered(self._cluster, error, failures, epoch):
+                        raise
+                    if self._cluster.epoch != epoch:
+                        failures = 0
+                    done = -1
+        finally:
+            part.leave(done)
+            progress.tell()
+
+
+class _RoundBatches:
+    """This worker's batches by round; a function's are taken ahead of the round, as an iterable's are."""
+
+    def __init__(self, supply: BatchSupply, cluster: Workers, rounds: int) -> None:
+        self._supply, self._rounds = supply, rounds
+        self._index, self._workers = split_task_name(cluster.task)[1], cluster.colleagues()[1]
+        #: Whether the program's code runs, whose errors are not those of a step.
+        self.is_taking = False
+        self._round, self.newest = 0, END
+        self.take(0)
+
+    def take(self, number: int) -> None:
+        """Take the batch of round `number`: of a function that of this round, of an iterable the next one."""
+        if self._supply.is_numbered and number >= self._rounds:
+            return
+        self.is_taking = True
+        self._round, self.newest = number, self._supply.take(number * self._workers + self._index)
+        self.is_taking = False
+
+    def of(self, number: int) -> Any:
+        """Return the batch for round `number`."""
+        if self._supply.is_numbered and number != self._round:
+            self.take(number)
+        return self.newest
+
+
+class _Progress:
+    """Reports a worker's progress to the coordinator, at most every `REPORT_S`."""
+
+    def __init__(self, cluster: Workers, run: str, total: int) -> None:
+        self._cluster = cluster
+        self._told_at, self._news = time.monotonic(), RoundsDone(run, cluster.task, 0, total, 0)
+
+    def begin(self, undone: int) -> None:
+        """Note that rounds begin, or begin again after a return to a snapshot, the `undone`th that undid steps."""
+        self._news = replace(self._news, rounds=0, undone=undone)
+
+    def reached(self, rounds: int) -> None:
+        """Note the number of rounds that are done."""
+        self._news = replace(self._news, rounds=rounds)
+
+    def note(self, rounds: int, step_s: float, metrics: Mapping[str, float], is_dropped: bool) -> None:
+        """Note that a step of this worker has ended, in the round that began after `rounds` others."""
+        before = self._news
+        self._news = replace(
+            before,
+            rounds=rounds,
+            steps=before.steps + 1,
+            dropped=before.dropped + is_dropped,
+            step_s=step_s,
+            metrics=dict(metrics),
+            not_finite=before.not_finite or first_not_finite(rounds, [metrics]),
+        )
+        if time.monotonic() - self._told_at > REPORT_S:
+            self.tell()
+
+    def tell(self) -> None:
+        """Report the steps since the last report."""
+        self._cluster.coordinator.tell(self._news)
+        self._told_at = time.monotonic()
+        self._news = replace(self._news, steps=0, dropped=0, not_finite=None)

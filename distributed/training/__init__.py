@@ -1,0 +1,1 @@
+"""What all strategies share: a run, its batches and reports, and the progress of its workers."""

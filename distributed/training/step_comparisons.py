@@ -1,0 +1,100 @@
+"""Compare the workers of one run: the variables that their steps write, and their optimizers' settings.
+
+Why: parameter tasks identify a variable by its name. Workers that use other names would train separate models, and each
+of them would do its part of the steps without an error.
+
+Invariants:
+- the first description of a run and key counts, as long as a worker that sent it is live or has ended normally. A
+  worker may send several, for functions of one name; the other workers must then send the same ones;
+- when a description differs, its sender and all later senders get an error with both sides, and all live tasks are
+  notified;
+- a run without such a worker is forgotten, so that corrected programs may use its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
+from dflow.distributed.coordinator.membership import NORMAL_ENDS
+from dflow.distributed.training.comparison_messages import CompareStep, RunRefused, StepCompared
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.tracing.devices.task_name import short_task_name
+
+#: Number of the newest runs whose descriptions are kept.
+KEPT_RUNS = 64
+_REMEDY = (
+    "make the same variables, with the same names, and the same optimizers on all workers of a run, and start them "
+    "again, or give the run another name"
+)
+
+
+@dataclass
+class _Described:
+    """A description, and the tasks that gave it."""
+
+    digest: str
+    items: tuple[str, ...]
+    tasks: dict[str, None]
+
+
+@dataclass
+class _Run:
+    """The descriptions of a run by key; `refusal` says what differs, if anything does."""
+
+    by_key: dict[str, list[_Described]] = field(default_factory=dict)
+    tasks: dict[str, None] = field(default_factory=dict)
+    refusal: str = ""
+
+
+class StepComparisons:
+    """The descriptions of the steps of all runs."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _Run] = {}
+
+    def compare(self, ask: int, request: CompareStep, live: Sequence[int]) -> list[SendReply | Broadcast]:
+        """Take a worker's description; `live` are the connections to notify if it differs."""
+        run = self._runs.setdefault(request.run, _Run())
+        while len(self._runs) > KEPT_RUNS:
+            self._runs.pop(next(iter(self._runs)))
+        run.tasks[request.task] = None
+        if run.refusal:
+            return [SendReply(ask, Failure("StrategyError", run.refusal))]
+        known = run.by_key.setdefault(request.key, [])
+        equal = next((one for one in known if one.digest == request.digest), None)
+        if equal is not None:
+            equal.tasks[request.task] = None
+            return [SendReply(ask, StepCompared(True))]
+        if not request.items:
+            return [SendReply(ask, StepCompared(False))]
+        if not known or any(request.task in one.tasks for one in known):
+            known.append(_Described(request.digest, request.items, {request.task: None}))
+            return [SendReply(ask, StepCompared(True))]
+        run.refusal = _difference(known[0], request)
+        told = Broadcast(tuple(live), RunRefused(request.run, run.refusal))
+        return [SendReply(ask, Failure("StrategyError", run.refusal)), told]
+
+    def leave(self, task: str, reason: str) -> None:
+        """Forget what a task has given that failed."""
+        if reason in NORMAL_ENDS:
+            return
+        for name, run in [*self._runs.items()]:
+            run.tasks.pop(task, None)
+            for described in run.by_key.values():
+                for one in described:
+                    one.tasks.pop(task, None)
+                described[:] = [one for one in described if one.tasks]
+            if not run.tasks:
+                del self._runs[name]
+
+
+def _difference(known: _Described, request: CompareStep) -> str:
+    """Describe the first item that differs."""
+    pairs = zip_longest(known.items, request.items, fillvalue="nothing more")
+    first, second = next(((one, other) for one, other in pairs if one != other), ("", ""))
+    sides = sorted([(next(iter(known.tasks)), first), (request.task, second)])
+    described = "".join(f"\n    {short_task_name(task)}: {item}" for task, item in sides)
+    return f"run {request.run!r}: expected steps that write the same on all workers, got{described}\n  {_REMEDY}"

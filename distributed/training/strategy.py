@@ -1,0 +1,236 @@
+"""The training strategies' base: the loop that a program runs, and the checks of its arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from dflow.distributed.process.termination import Terminated, TerminationGuard, held_back_in_steps
+from dflow.distributed.steps.retries import RecoveringState
+from dflow.distributed.training.batch_supply import END, BatchSupply
+from dflow.distributed.training.open_runs import OpenRun, closed_at_exit
+from dflow.tracing.accepted_faults import SHORT, is_accepted
+from dflow.tracing.errors import DflowError, InternalError, StrategyError
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.source import hide_own_frames
+
+if TYPE_CHECKING:
+    # Every command imports this module, and most need no client.
+    from dflow.distributed.client.coordinator_client import CoordinatorClient
+
+#: Type of the results of the program's step, which its loop yields.
+StepResult = TypeVar("StepResult")
+
+#: Number of runs that the program did not name, by worker and prefix. Several workers may be threads of one process.
+_run_counts: Counter[tuple[Hashable, str]] = Counter()
+
+
+#: Least time between a worker's reports of the steps that it has done.
+REPORT_S = 0.25
+
+
+#: Returns the context of a step; see `StrategyCluster.shared_steps`.
+SharedStep = Callable[[range, tuple[Any, Any] | None], AbstractContextManager[None]]
+
+
+class StrategyCluster(RecoveringState, Protocol):
+    """The part of a cluster that every strategy needs; see `Cluster`."""
+
+    #: The full name of this task.
+    task: str
+    #: Assigns steps to workers, and collects their progress.
+    coordinator: CoordinatorClient
+
+    @property
+    def identity(self) -> Hashable:
+        """Identity of this task of this cluster, in a process that may have several."""
+        ...
+
+    def shared_steps(
+        self,
+        run: str,
+        prefetch: int,
+        max_staleness: int | None = None,
+        job: str = "ps",
+        *,
+        is_one_call: bool = False,
+    ) -> AbstractContextManager[SharedStep]:
+        """Return the context of a loop over steps of `run`, which other workers run too.
+
+        It gives the context of each step. Its first argument has the number of the step in the run, and the numbers of
+        the loop's next steps as far as they are known; the second, if not None, the batches of the step and of the
+        next one. State that a step changes on other tasks is changed once, however often the step is tried.
+
+        prefetch       number of the loop's newest updates that the values fetched for a step may lack
+        max_staleness  number of updates by other steps that the values used in a step may lack; None for any number. A
+                       step's context then waits until the step may begin, and raises DeadlineExceeded
+        job            the job of the task that counts the steps for that
+        is_one_call    whether each step is one call of a function of `dflow.jit`, so that all workers call the same
+
+        What the steps write is compared with what those of the other workers write; a context raises StrategyError if
+        it differs.
+        """
+        ...
+
+    def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:
+        """Return a context that places new state on the tasks of `job`."""
+        ...
+
+    def colleagues(self) -> tuple[tuple[str, ...], int]:
+        """Return the live and expected tasks of this task's job, and their number including tasks that left."""
+        ...
+
+
+@dataclass(frozen=True)
+class StrategyRun:
+    """One run of a strategy in this process: its name, and the arguments of `Strategy.run`.
+
+    guard   holds SIGTERM back within `guard.step()`, which has each call of the step
+    opened  its `is_at_end` is set before the result of the last step is yielded, where that is known
+    """
+
+    name: str
+    steps: int
+    step: Callable[..., Any]
+    batches: BatchSupply
+    guard: TerminationGuard
+    opened: OpenRun = field(default_factory=OpenRun)
+
+    def calls(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Call the step with the next batch, or that of each number, and yield its results.
+
+        Ends with the numbers or with the batches. SIGTERM ends the program between two calls.
+        """
+        for number in numbers:
+            if (batch := self.batches.take(number)) is END:
+                return
+            with self.guard.step():
+                outcome = self.step(*arguments_of(batch))
+            self.opened.is_at_end = isinstance(numbers, Sequence) and number == numbers[-1]
+            yield outcome
+
+
+class Strategy:
+    """Decides when the gradients of a worker's steps are applied; `run` is the training loop.
+
+    A subclass of a program calls `Strategy.__init__` and defines `results`, the loop of one worker. `run_prefix` begins
+    the names of runs without a name, as in `run_0`.
+    """
+
+    run_prefix: ClassVar[str] = "run"
+    #: Whether the loops of all workers end after the same step.
+    ends_together: ClassVar[bool] = False
+    _cluster: StrategyCluster
+
+    def __init__(self, cluster: StrategyCluster) -> None:
+        self._cluster = cluster
+
+    def results(self, run: StrategyRun) -> Iterator[Any]:
+        """Yield the result of each step that this worker does in the run, called by `run.calls` or in its guard."""
+        raise StrategyError(f"{type(self).__name__}: expected a method results, got none", "define results(self, run)")
+
+    def variables(self) -> AbstractContextManager[None]:
+        """Return a context that makes the variables of the program where the strategy needs them.
+
+        So that another strategy is another line: on the parameter tasks, for a strategy that does not say otherwise.
+        """
+        return self._cluster.parameter_servers()
+
+    @property
+    def cluster(self) -> StrategyCluster:
+        """The cluster whose workers train."""
+        return self._cluster
+
+    @property
+    def batches_per_step(self) -> int:
+        """Number of batches that one of the `steps` of a run uses: step `s` has those from `s` times this number on.
+
+        A trainer counts on by it, so override it in a strategy that numbers its batches otherwise.
+        """
+        return 1
+
+    @suggests_keywords
+    def run(
+        self,
+        step: Callable[..., StepResult],
+        batches: Iterable[Any] | Callable[[int], Any] | BatchSupply,
+        *,
+        steps: int,
+        name: str | None = None,
+    ) -> Generator[StepResult]:
+        """Call `step(*batch)` with this worker's own batches, and yield the result of each call.
+
+        step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
+        batches  tuples of arguments (any other value is passed as the only argument); when they end or the program
+                 leaves the loop, the run ends for this worker, and the other workers go on without it. A standalone
+                 process raises StrategyError when they end before the steps are done, unless `DFLOW_ACCEPT=short`. Or a
+                 function that returns the batch of a number, the same on every worker and in every process; the class
+                 defines the numbers. A step that is done again then uses the same batch
+        steps    number of steps; the class defines what it counts
+        name     of the run, the same on every worker; by default, runs are numbered in the order of the program
+        After SIGTERM, if the program does not handle it, the loop ends with the step that runs: it reports the steps
+        that are done, leaves the cluster, and raises SystemExit with the status 143.
+
+        raises   StrategyError for a negative number of steps, or other `batches`; VariableError when the optimizer of a
+                 step has variables that are not on tasks, so that no other worker sees them; the errors that the class
+                 lists; StrategyError from the loop if the program closes the cluster in it, before the last step
+        """
+        opened = OpenRun()
+        return closed_at_exit(self._loop(step, batches, steps, name, opened), getattr(self, "_cluster", self), opened)
+
+    def _loop(
+        self, step: Callable[..., Any], batches: Any, steps: int, name: str | None, opened: OpenRun
+    ) -> Generator[Any]:
+        """Yield the results of the steps, as `run`."""
+        try:
+            count = operator.index(steps)
+        except TypeError:
+            raise StrategyError(
+                f"run: expected an integer for steps, got {steps!r}", "write int(...) around it"
+            ) from None
+        if count < 0:
+            raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
+        supply = batches if isinstance(batches, BatchSupply) else BatchSupply(batches)
+        run = name or run_name(getattr(self, "_cluster", None), self.run_prefix)
+        try:
+            yield from opened.of(run, self._guarded(run, count, step, supply, opened))
+        except DflowError as error:
+            if not isinstance(error, InternalError):
+                hide_own_frames(error)
+            raise
+
+    def _guarded(
+        self, run: str, count: int, step: Callable[..., Any], supply: BatchSupply, opened: OpenRun
+    ) -> Generator[Any]:
+        """Yield the results of the steps, while SIGTERM ends the program between two steps."""
+        with held_back_in_steps() as guard:
+            try:
+                yield from self.results(StrategyRun(run, count, step, supply, guard, opened))
+            except Terminated as terminated:
+                if not terminated.is_agreed:
+                    self._cluster.coordinator.leave(terminated.reason)
+                raise
+        cluster: Any = getattr(self, "_cluster", None)
+        is_short = supply.has_ended and not supply.may_end and getattr(cluster, "is_standalone", False)
+        if is_short and not is_accepted(SHORT):
+            raise StrategyError(
+                f"run {run!r}: expected batches for {count} steps, got {supply.count}, after which they have ended",
+                "give more, such as dflow.data.batches(..., epochs=None), or ask for fewer steps; DFLOW_ACCEPT=short "
+                "accepts it",
+            )
+
+
+def run_name(cluster: StrategyCluster | None, prefix: str) -> str:
+    """Return the name of a worker's next run without a name, such as `sync_run_0`: the same on every worker."""
+    counted = None if cluster is None else cluster.identity, prefix
+    _run_counts[counted] += 1
+    return f"{prefix}_{_run_counts[counted] - 1}"
+
+
+def arguments_of(batch: Any) -> Sequence[Any]:
+    """Return the arguments of a step: a batch that is no tuple is the only one."""
+    return batch if isinstance(batch, tuple) else (batch,)

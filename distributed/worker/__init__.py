@@ -1,1 +1,0 @@
-"""A worker's view of the cluster: variables on other tasks, and steps that run over them."""

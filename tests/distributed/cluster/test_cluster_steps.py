@@ -1,0 +1,425 @@
+"""Steps of a worker over every task of a cluster: where they run, what they send, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
+from dflow.distributed.cluster.stock_task import StockTask
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.lowering.state.store import Store
+from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.errors import (
+    DeadlineExceeded,
+    DeviceError,
+    RemoteError,
+    TaskLost,
+    VariableError,
+)
+from tests.distributed.waiting import until
+from tests.user_line import line_of
+
+DEADLINE_S = 60.0
+SOON = ClusterSettings(join_timeout_s=0.2, request_timeout_s=30.0, step_timeout_s=30.0)
+
+
+def zeros(*shape: int) -> Callable[[], jax.Array]:
+    return lambda: jnp.zeros(shape)
+
+
+def test_a_step_leaves_nothing_behind(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(zeros(3), name="v")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        v.assign_add(x)
+        return v.read()
+
+    for _ in range(5):
+        step(jnp.ones(3))
+    for task in memory.tasks.values():
+        held = task.server.statistics()
+        assert (held.running, held.rendezvous.waiters, held.rendezvous.values) == (0, 0, 0)
+
+
+def test_the_plans_of_functions_that_are_gone_are_released_on_every_task(
+    memory: MemoryCluster, worker: Cluster
+) -> None:
+    with worker.parameter_servers():
+        w = dflow.Variable(jnp.zeros(3), name="w")
+    servers = [worker.server, *(task.server for task in memory.tasks.values())]
+
+    def train(number: int) -> None:
+        @dflow.jit
+        def step(x: Any) -> None:
+            w.assign_add(number * x)
+
+        step(jnp.ones(3))
+
+    for number in range(8):
+        train(number)
+        gc.collect()
+    until(lambda: max(server.statistics().plans for server in servers) <= 2)
+    np.testing.assert_array_equal(w.read(), [28, 28, 28])
+
+
+def test_a_device_that_no_task_offers_lists_the_tasks(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(zeros(2), name="v")
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("/job:ps/task:7"):
+            return x * v.read()
+
+    with pytest.raises(DeviceError, match="placed on /job:ps/task:7, but no task offers it") as caught:
+        f(jnp.ones(2))
+    assert "ps:0, ps:1" in str(caught.value)
+    assert line_of(caught.value, __file__) == "return x * v.read()"
+
+
+def test_a_device_scope_runs_its_ops_there(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(lambda: jnp.arange(4.0), name="v")
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("ps:1"):
+            product = v.read() * x
+        return product.sum()
+
+    assert float(f(jnp.ones(4))) == 6.0
+
+
+def test_a_device_scope_needs_no_variable_to_reach_a_task(memory: MemoryCluster, worker: Cluster) -> None:
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("ps:1"):
+            y = x * 2
+        return y + 1
+
+    np.testing.assert_array_equal(f(jnp.arange(3.0)), [1, 3, 5])
+    sent = {(edge.source, edge.destination) for edge in worker.traffic()}
+    assert ("/job:worker/task:0", "/job:ps/task:1") in sent
+    worker.close()
+    with pytest.raises(DeviceError, match="placed on /job:ps/task:1, but no task offers it; the tasks are localhost:0"):
+        dflow.jit(lambda x: f(x) * 2)(jnp.arange(3.0))
+
+
+def test_a_device_of_the_callers_own_task(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(lambda: jnp.arange(4.0), name="v")
+    with dflow.device("cpu:0"):
+        mine = dflow.Variable(jnp.ones(4), name="mine")
+
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("cpu:0"):
+            y = v.read() * x
+        with dflow.device("ps:1"):
+            z = y + 1
+        mine.assign_add(z)
+        v.assign_add(y)
+        return z
+
+    for times in (1, 2):
+        np.testing.assert_array_equal(f(jnp.ones(4)), np.arange(4) * 2 ** (times - 1) + 1)
+    np.testing.assert_array_equal(v, np.arange(4) * 4)
+    np.testing.assert_array_equal(mine, np.arange(4) * 3 + 3)
+
+
+def test_a_task_chooses_among_its_devices_itself(worker: Cluster) -> None:
+    @dflow.jit
+    def f(x: Any) -> Any:
+        with dflow.device("ps:1/cpu:0"):
+            return x * 2
+
+    with pytest.raises(DeviceError, match="a task chooses among its devices itself") as caught:
+        f(1.0)
+    assert line_of(caught.value, __file__) == "return x * 2"
+    assert str(caught.value).endswith("name the task alone, ps:1")
+
+
+def test_variables_of_two_blocks_and_of_this_process_in_one_function(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        first = dflow.Variable(zeros(2), name="first")
+    with worker.parameter_servers():
+        second = dflow.Variable(zeros(2), name="second")
+    mine = dflow.Variable(jnp.ones(2), name="mine")
+
+    @dflow.jit
+    def step() -> Any:
+        first.assign_add(jnp.ones(2))
+        second.assign(first.read() * 2)
+        mine.assign_add(second.read())
+        return mine.read()
+
+    np.testing.assert_array_equal(step(), [3, 3])
+    np.testing.assert_array_equal(step(), [7, 7])
+    np.testing.assert_array_equal(mine, [7, 7])
+
+
+def test_two_handles_of_one_variable_in_one_function(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        handles = [dflow.Variable(zeros(2), name="w") for _ in range(2)]
+    with pytest.warns(dflow.DuplicateNameWarning, match="variable 'w': .* both are one variable here"):
+        handles[0].assign(jnp.ones(2))
+    np.testing.assert_array_equal(handles[1], [1, 1])
+    with pytest.raises(
+        VariableError,
+        match=r"uses variable 'w' by two handles, made\n  at .*\n  and\n  at .*\n.* another name or `prefix=`",
+    ):
+        dflow.jit(lambda: [handle.assign_add(jnp.ones(2)) for handle in handles] and None)()
+
+
+def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        here = dflow.Variable(zeros(2), name="here")
+    with memory_cluster() as other, closing(other.worker(0)) as elsewhere:
+        with elsewhere.parameter_servers():
+            there = dflow.Variable(zeros(2), name="there")
+        with pytest.raises(VariableError, match="variables of 2 clusters"):
+            dflow.jit(lambda: here.read() + there.read())()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64, b"\xff" * 4096, bytes(range(256)) * 16],
+    ids=["http", "zeros", "ones", "counting"],
+)
+def test_nonsense_at_a_task_ends_its_own_connection_alone(nonsense: bytes) -> None:
+    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1, "worker": 1})
+    task = StockTask(SocketTransport(), "/job:ps/task:0", coordinator.address)
+    worker = dflow.connect(coordinator.address, index=0, settings=SOON)
+    assert isinstance(worker, Cluster)
+    _, step = one_variable(worker)
+    step(jnp.ones(3))
+    for address in (task.server.address, worker.server.address, coordinator.address):
+        host, _, port = address.partition(";")[0].rpartition(":")
+        stranger = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+        with stranger, contextlib.suppress(OSError):
+            stranger.sendall(nonsense)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
+    np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
+    for one in (worker, task, coordinator):
+        one.close()
+
+
+def one_variable(worker: Cluster) -> tuple[dflow.Variable, Callable[[Any], Any]]:
+    """A variable on one of the tasks, and a step over it."""
+    with worker.parameter_servers():
+        v = dflow.Variable(zeros(3), name="v")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        v.assign_add(x)
+        return v.read()
+
+    return v, step
+
+
+def test_a_step_that_fails_on_a_task_names_it_and_the_next_one_runs(memory: MemoryCluster, worker: Cluster) -> None:
+    v, step = one_variable(worker)
+    step(jnp.ones(3))
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    call = task.server.store.call
+
+    def fail(*_: Any) -> Any:
+        raise FloatingPointError("the multiplier is on fire")
+
+    task.server.store.call = fail  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="the multiplier is on fire") as caught:
+        step(jnp.ones(3))
+    assert task.server.name in str(caught.value)
+    task.server.store.call = call  # type: ignore[method-assign]
+    np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
+    assert worker.server.statistics().running == 0
+
+
+def test_a_lost_variable_is_named(memory: MemoryCluster, worker: Cluster) -> None:
+    v, step = one_variable(worker)
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    task.server.store.table.drop(v.key)
+    with pytest.raises(VariableError, match="no variable 'v' is held here") as caught:
+        step(jnp.ones(3))
+    assert task.server.name in str(caught.value)
+    with pytest.raises(VariableError, match="no variable 'v' is held here"):
+        v.read()
+
+
+def hold_calls(store: Store, entered: threading.Event, leave: threading.Event) -> None:
+    """Make the store's next programs wait until `leave` is set."""
+    call = store.call
+
+    def held(*words: Any) -> Any:
+        entered.set()
+        assert leave.wait(DEADLINE_S)
+        return call(*words)
+
+    store.call = held  # type: ignore[method-assign]
+
+
+def test_a_step_ends_when_every_task_has_ended_its_part(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v, other = (dflow.Variable(zeros(3), name=name) for name in ("v", "other"))
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    step = dflow.jit(v.assign_add)
+    entered, leave = threading.Event(), threading.Event()
+    hold_calls(task.server.store, entered, leave)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step, jnp.ones(3))
+        assert entered.wait(DEADLINE_S)
+        other.read()
+        assert not running.done()
+        leave.set()
+        running.result(DEADLINE_S)
+    np.testing.assert_array_equal(v, [1, 1, 1])
+
+
+def note_connects(memory: MemoryCluster, tried: list[str]) -> None:
+    """Record the addresses that this process connects to from now on."""
+    connect = memory.network.connect
+
+    def noted(address: str, **words: Any) -> Any:
+        tried.append(address)
+        return connect(address, **words)
+
+    memory.network.connect = noted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", ["closes", "vanishes"])
+def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster, worker: Cluster, how: str) -> None:
+    v, step = one_variable(worker)
+    step(jnp.ones(3))
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    entered, leave, gone = threading.Event(), threading.Event(), threading.Event()
+    session = worker.coordinator.session
+    session.call_on_roster(lambda roster: gone.set() if any(info.left for info in roster.tasks) else None)
+    hold_calls(task.server.store, entered, leave)
+    tried: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step, jnp.ones(3))
+        assert entered.wait(DEADLINE_S)
+        note_connects(memory, tried)
+        if how == "closes":
+            task.client.close("killed")
+            task.server.close()
+        else:
+            task.server._listener.close()
+        with pytest.raises(TaskLost, match=task.server.name) as caught:
+            running.result(DEADLINE_S)
+        if how != "closes":
+            assert str(caught.value).startswith(f"{short_task_name(task.server.name)} was lost in step ")
+            assert "see its output" in str(caught.value)
+        assert tried == [], "nobody waits for a dead task to take a cancellation"
+        task.client.close("killed")
+        leave.set()
+    gone.wait(DEADLINE_S)
+    with pytest.raises(TaskLost, match=f"{task.server.name} has left the cluster: killed"):
+        step(jnp.ones(3))
+
+
+def test_a_worker_that_leaves_in_a_step_frees_the_tasks(memory: MemoryCluster) -> None:
+    worker = memory.worker(0)
+    v, step = one_variable(worker)
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    entered, leave = threading.Event(), threading.Event()
+    hold_calls(task.server.store, entered, leave)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step, jnp.ones(3))
+        assert entered.wait(DEADLINE_S)
+        worker.close()
+        with pytest.raises(TaskLost, match="worker/task:0 has left the cluster"):
+            running.result(DEADLINE_S)
+        leave.set()
+    with closing(memory.worker(1)) as other:
+        _, step_of_other = one_variable(other)
+        step_of_other(jnp.ones(3))
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_step_that_takes_too_long_says_what_is_missing_and_how_the_task_is(
+    memory: MemoryCluster, reads: bool
+) -> None:
+    with closing(memory.worker(0, ClusterSettings(step_timeout_s=0.2))) as worker:
+        v, step = one_variable(worker)
+        [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+        entered, leave = threading.Event(), threading.Event()
+        hold_calls(task.server.store, entered, leave)
+        who = r"ps:\d \((last heard \d\.\d s ago, .*|just joined)\)"
+        late = rf"^step 1 of worker:0 did not end within 0\.2 s; still at it: {who}\n  the last events of worker:0"
+        if reads:
+            late = rf"^worker:0 waited 0\.2 s in step 1 of worker:0 for the value '.+', which {who} should have sent\n"
+        with pytest.raises(DeadlineExceeded, match=late):
+            step(jnp.ones(3)) if reads else dflow.jit(lambda: v.assign_add(jnp.ones(3)))()
+        leave.set()
+
+
+def test_a_failed_step_is_cancelled_on_every_task(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        made = [dflow.Variable(zeros(3), name=name) for name in "ab"]
+    assert len({variable.device for variable in made}) == 2
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        first, second = made
+        first.assign_add(second.read() + x)
+        return first.read()
+
+    step(jnp.ones(3))
+    sender = memory.tasks["ps:0" if made[1].device == "/job:ps/task:0" else "ps:1"]
+    waiting = memory.tasks["ps:1" if made[1].device == "/job:ps/task:0" else "ps:0"]
+
+    def fail(*_: Any) -> Any:
+        raise FloatingPointError("no second")
+
+    send, sender.server.channel.send = sender.server.channel.send, fail  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="no second"):
+        step(jnp.ones(3))
+    sender.server.channel.send = send  # type: ignore[method-assign]
+    # The waiting task answers in order, so this answer shows that it has handled the cancellation.
+    np.testing.assert_array_equal(made[0], [1, 1, 1])
+    assert waiting.server.statistics().running == 0
+    np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
+
+
+def test_a_lookup_sends_rows_alone(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        v = dflow.Variable(lambda: jnp.zeros((1000, 2)), name="v")
+    dflow.jit(lambda i: v[i].sum())(jnp.array([1, 2, 3]))
+    sent = [edge for task in memory.tasks.values() for edge in task.server.traffic()]
+    assert [edge.size_bytes for edge in sent] == [24]
+
+
+def test_zeros_for_variables_on_two_tasks_are_sent_to_neither(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        tables = [dflow.Variable(lambda: jnp.ones(1000), name=f"table{number}") for number in range(2)]
+    assert len({table.device for table in tables}) == 2
+
+    @dflow.jit
+    def clear() -> None:
+        for table in tables:
+            table.assign(jnp.zeros(1000))
+
+    clear()
+    assert not any(float(table.read().sum()) for table in tables)
+    assert all(edge.destination == worker.task for task in memory.tasks.values() for edge in task.server.traffic())
+    assert not worker.traffic()

@@ -1,0 +1,159 @@
+"""Variables of PRNG keys, and generators, on the tasks of a cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.errors import VariableError, VariableShapeError
+from tests.distributed.processes import Spawned
+from tests.own_keys import keys_of_an_own_algorithm
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryCluster]:
+    with memory_cluster(ps=2, workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def workers(memory: MemoryCluster) -> Iterator[tuple[Cluster, Cluster]]:
+    with closing(memory.worker(0)) as one, closing(memory.worker(1)) as other:
+        yield one, other
+
+
+def on_task(worker: Cluster, initial: Any, name: str = "keys") -> dflow.Variable:
+    with worker.parameter_servers():
+        return dflow.Variable(initial, name=name)
+
+
+def same(one: Any, other: Any) -> None:
+    assert (one.dtype, one.shape) == (other.dtype, other.shape)
+    np.testing.assert_array_equal(jax.random.key_data(one), jax.random.key_data(other))
+
+
+@pytest.mark.parametrize("algorithm", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_a_key_is_written_and_read_by_two_workers(workers: tuple[Cluster, Cluster], algorithm: str) -> None:
+    first, second = (jax.random.key(seed, impl=algorithm) for seed in range(2))
+    v, other = (on_task(worker, first) for worker in workers)
+    same(other.read(), first)
+    v.assign(second)
+    same(other.read(), second)
+    with pytest.raises(VariableShapeError, match=r"holds key<.*but assign was given u32"):
+        v.assign(jnp.zeros(2, jnp.uint32))
+
+
+@pytest.mark.parametrize("count", [3, 200_000])
+def test_keys_from_an_initialiser_are_those_of_one_process(workers: tuple[Cluster, Cluster], count: int) -> None:
+    # The task itself makes those of more than 1 MiB.
+    def initial() -> jax.Array:
+        return jax.random.split(jax.random.key(1), count)
+
+    same(on_task(workers[0], initial).read(), dflow.Variable(initial).read())
+
+
+def test_a_step_takes_keys_from_a_task_and_gives_them_back(workers: tuple[Cluster, Cluster]) -> None:
+    v = on_task(workers[0], jax.random.split(jax.random.key(1), 2))
+
+    @dflow.jit
+    def step(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        before = v.read()[0]
+        v.assign(jax.random.split(key, 2))
+        return before, jax.random.uniform(v.gather(jnp.array(1)))
+
+    before, drawn = step(jax.random.key(5))
+    same(before, jax.random.split(jax.random.key(1), 2)[0])
+    np.testing.assert_allclose(drawn, jax.random.uniform(jax.random.split(jax.random.key(5), 2)[1]), rtol=1e-6)
+
+
+def test_keys_and_a_generator_are_saved_and_restored(workers: tuple[Cluster, Cluster], tmp_path: Path) -> None:
+    key = jax.random.key(2, impl="rbg")
+    v = on_task(workers[0], key)
+    with workers[0].parameter_servers():
+        generator = dflow.Generator(7, name="noise")
+    generator.split()
+    state = {"keys": v, "noise": generator}
+    dflow.save(tmp_path / "c", state)
+    drawn = generator.split(2)
+    v.assign(jax.random.key(3, impl="rbg"))
+    dflow.restore(tmp_path / "c", state)
+    same(v.read(), key)
+    same(generator.split(2), drawn)
+    here = {"keys": dflow.Variable(jax.random.key(0, impl="rbg"), name="keys"), "noise": dflow.Generator(name="noise")}
+    dflow.restore(tmp_path / "c", here)
+    same(here["noise"].split(2), drawn)
+
+
+def test_a_generator_on_a_task_gives_the_sequence_of_one_process(workers: tuple[Cluster, Cluster]) -> None:
+    with workers[0].parameter_servers():
+        there = dflow.Generator(7, name="noise", impl="rbg")
+    here = dflow.Generator(7, impl="rbg")
+    for shape in (None, 3, (2, 2)):
+        same(there.split(shape), here.split(shape))
+
+
+def test_workers_never_draw_the_same_key_from_one_generator(workers: tuple[Cluster, Cluster]) -> None:
+    def draw(worker: Cluster) -> list[bytes]:
+        with worker.parameter_servers():
+            generator = dflow.Generator(7, name="noise")
+
+        @dflow.jit
+        def step() -> jax.Array:
+            return jax.random.key_data(generator.split())
+
+        return [np.asarray(step()).tobytes() for _ in range(50)]
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(draw, workers)
+    assert len({*one, *other}) == 100
+
+
+def test_keys_of_an_algorithm_that_other_processes_lack_are_refused(workers: tuple[Cluster, Cluster]) -> None:
+    with pytest.raises(VariableError, match=r"'keys' holds key<own>\[\](.|\n)*use keys of one of .* threefry2x32, rbg"):
+        on_task(workers[0], keys_of_an_own_algorithm())
+
+
+KEYS = """
+import jax, numpy as np
+import dflow
+
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    keys = dflow.Variable(lambda: jax.random.split(jax.random.key(3), 4), name="keys")
+    noise = dflow.Generator(7, name="noise")
+here = jax.random.split(jax.random.key(3), 4)
+assert (jax.random.key_data(keys.read()) == jax.random.key_data(here)).all()
+step = dflow.jit(lambda: jax.random.key_data(noise.split(2)))
+cluster.barrier("made")
+drawn = np.concatenate([step() for _ in range(20)])
+if cluster.index == 0:
+    dflow.save("saved", {"keys": keys, "noise": noise})
+cluster.report(f"drawn {cluster.index}", len(np.unique(drawn, axis=0)))
+cluster.close()
+"""
+
+
+def test_processes_share_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys.py").write_text(KEYS)
+    with Spawned(
+        "-m", "dflow", "launch", "--all-tables", "--ps", "1", "--workers", "2", "keys.py", cwd=tmp_path
+    ) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    for worker in range(2):
+        assert re.search(rf"drawn {worker} +40 ", output), output
+    v = dflow.Variable(lambda: jax.random.split(jax.random.key(0), 4), name="keys")
+    dflow.restore(tmp_path / "saved", v, ignore=["unexpected"])
+    same(v.read(), jax.random.split(jax.random.key(3), 4))

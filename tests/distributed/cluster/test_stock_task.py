@@ -1,0 +1,135 @@
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.cluster.stock_task import StockTask
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.messages.status import GetStatus
+from dflow.tracing.errors import RemoteError
+from tests.distributed.launching.test_launcher import CONNECT, launch
+from tests.distributed.processes import DEADLINE_S, Spawned
+
+PS0 = "/job:ps/task:0"
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    made = Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1})
+    yield made
+    made.close()
+
+
+def spawn(coordinator: Coordinator, tmp_path: Path, *more: str) -> Spawned:
+    words = ("-m", "dflow", "task", "--job", "ps", "--index", "0", "--coordinator", coordinator.address, *more)
+    return Spawned(*words, cwd=tmp_path, JAX_PLATFORMS="cpu")
+
+
+def joined(coordinator: Coordinator) -> CoordinatorClient:
+    """A client that has seen the task join."""
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name="/job:worker/task:0")
+    client.join("/job:worker/task:0", "nowhere:0")
+    client.wait_for_tasks([PS0], timeout_s=DEADLINE_S)
+    return client
+
+
+def test_it_joins_and_leaves_quietly_at_sigterm(coordinator: Coordinator, tmp_path: Path) -> None:
+    with spawn(coordinator, tmp_path) as task:
+        client = joined(coordinator)
+        task.process.send_signal(signal.SIGTERM)
+        assert task.finish() == (0, "")
+    assert [info.left for info in client.ask(GetStatus()).tasks if info.task == PS0] == ["stopped"]
+    client.close()
+
+
+def test_it_ends_when_there_was_no_coordinator_for_too_long(coordinator: Coordinator, tmp_path: Path) -> None:
+    with spawn(coordinator, tmp_path, "--coordinator-timeout", "0") as task:
+        client = joined(coordinator)
+        coordinator.close()
+        status, output = task.finish()
+    assert status == 1
+    assert f"ps:0: the coordinator at {coordinator.address} is lost: it could not be reached for" in output
+    client.close()
+
+
+def test_a_name_that_is_taken_is_an_error(coordinator: Coordinator, tmp_path: Path) -> None:
+    client = CoordinatorClient(SocketTransport(), coordinator.address, name=PS0)
+    client.join(PS0, "elsewhere:1")
+    with spawn(coordinator, tmp_path) as task:
+        status, output = task.finish()
+    assert status == 1
+    assert "ps:0 is already live at elsewhere:1, so the one at 127.0.0.1:" in output
+    client.close()
+
+
+def test_launched_ps_tasks_end_well_after_the_workers(tmp_path: Path) -> None:
+    script = (
+        CONNECT
+        + """
+from dflow.distributed.wire.messages.placement import PlaceVariable
+client.wait_for_tasks(["/job:ps/task:0", "/job:ps/task:1"], timeout_s=60)
+print("placed on", client.ask(PlaceVariable("w", "float32", (3, 3, 1, 16), 576, "ps")).task)
+client.leave()
+"""
+    )
+    with launch(tmp_path, script, 1, ps=2) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "[worker:0] placed on /job:ps/task:0" in output
+    assert "f32[3,3,1,16]" in output
+    table = output[output.index("joined") :]
+    assert table.count("finished") == 3
+
+
+def test_one_whose_name_is_taken_listens_no_longer() -> None:
+    network = MemoryNetwork()
+    coordinator = Coordinator(network, "", {"ps": 1})
+    first = StockTask(network, PS0, coordinator.address, "memory:first")
+    with pytest.raises(RemoteError, match="ps:0 is already live at memory:first"):
+        StockTask(network, PS0, coordinator.address, "memory:second")
+    network.listen("memory:second", name=PS0, handler=RefuseAll()).close()
+    first.close()
+    coordinator.close()
+
+
+def test_one_whose_address_is_taken_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = MemoryNetwork()
+    coordinator = Coordinator(network, "", {"ps": 1})
+    taken = network.listen("memory:taken", name=PS0, handler=RefuseAll())
+    closed: list[str] = []
+    monkeypatch.setattr(CoordinatorClient, "close", lambda client, why: closed.append(why))
+    with pytest.raises(OSError, match="memory:taken"):
+        StockTask(network, PS0, coordinator.address, "memory:taken")
+    assert closed == ["could not join"]
+    monkeypatch.undo()
+    taken.close()
+    coordinator.close()
+
+
+AFTER_WARM_UP = """
+import sys
+import numpy as np
+from dflow.distributed.cluster.stock_task import warm_up
+from dflow.lowering.programs.program import export_program, load_program
+from dflow.lowering.values.first_value import first_value
+from dflow.tracing.ir.types import ArrayType
+warm_up('ps')
+before = {*sys.modules}
+rows = ArrayType(np.dtype("float32"), (3, 2))
+first_value("v", rows, lambda: np.ones((3, 2), np.float32), None)
+load_program(export_program(lambda v, x: [v * x], [rows, rows]), 1)
+print(sorted({*sys.modules} - before))
+"""
+
+
+def test_a_task_that_has_warmed_up_imports_nothing_for_its_first_program() -> None:
+    words = [sys.executable, "-c", AFTER_WARM_UP]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert ran.stdout == "[]\n"

@@ -1,0 +1,536 @@
+"""Snapshots and the return to them, as the coordinator decides them: what is committed, loaded, redone and refused."""
+
+from __future__ import annotations
+
+from dflow.distributed.coordinator.coordinator_events import (
+    PeerClosed,
+)
+from dflow.distributed.snapshots.recovery_waits import NOTICE_S, RETURN_S
+from dflow.distributed.snapshots.return_attempt import LOAD_S
+from dflow.distributed.snapshots.snapshot_attempt import CAPTURE_S
+from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
+from dflow.distributed.wire.messages.rounds import Claimed, RoundsDone
+from dflow.distributed.wire.messages.snapshots import (
+    AwaitRecovery,
+    CaptureState,
+    LoadState,
+    Recovered,
+    SaveChanges,
+    Saved,
+    StateLoaded,
+    StateRestored,
+    StateWritten,
+)
+from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
+
+
+def test_new_state_is_saved_at_once_and_again_after_each_interval() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    assert [*tasks.disk[PS[0]]] == [*tasks.disk[PS[1]]] == [1]
+    tasks.tick(2.5)
+    tasks.settle()
+    assert [*tasks.disk[PS[0]]] == [1]
+    tasks.tick(2.5)
+    tasks.settle()
+    assert [*tasks.disk[PS[0]]] == [*tasks.disk[PS[1]]] == [2]
+
+
+def test_claims_wait_only_until_the_state_is_captured() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in tasks.peer:
+        tasks.deliver(task)
+    assert claim(tasks, 1) is None
+    ask = tasks.asks
+    for task in PS:
+        tasks.deliver(task)
+    assert tasks.answers[ask] == Claimed(0, 15)
+    assert not any(tasks.disk.values())
+
+
+def test_all_tasks_return_together_and_steps_since_are_done_again() -> None:
+    tasks = Tasks()
+    assert claim(tasks, 1) == Claimed(0, 15)
+    tasks.applied = {task: {*range(15)} for task in PS}
+    assert claim(tasks, 2, 1, 15) == Claimed(15, 11)
+    tasks.snapshot()
+    tasks.applied = {task: {*range(26)} for task in PS}
+    assert claim(tasks, 3, 2, 11) == Claimed(26, 8)
+    tasks.start_again(PS[1])
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    waiting = tasks.asks
+    tasks.settle()
+    assert tasks.answers[waiting] == Recovered(1, 1)
+    assert tasks.applied == {task: {*range(15)} for task in PS}
+    assert "ps:0, ps:1 returned to snapshot 1; 11 steps are done again" in tasks.log
+    assert claim(tasks, 4, 3, 0) == Claimed(15, 11)
+    assert isinstance(tasks.ask(PlaceVariable("v1", "float32", (), 4, "ps")), Placed)
+
+
+def test_a_task_that_is_started_again_while_it_loads_loads_once_more() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[0])
+    for task in (*PS, WORKER):
+        tasks.deliver(task)
+    assert sent(tasks, LoadState) == {*PS}
+    tasks.deliver(PS[0])
+    tasks.start_again(PS[0])
+    assert sent(tasks, LoadState) == {*PS}
+    tasks.deliver(PS[1])
+    assert not sent(tasks, StateRestored)
+    tasks.settle()
+    assert not tasks.fresh
+
+
+def test_a_task_that_dies_after_it_has_loaded_is_waited_for() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[1])
+    for task in (*PS, WORKER, PS[1]):
+        tasks.deliver(task)
+    tasks.handle(PeerClosed(tasks.now_s, tasks.peer.pop(PS[1]), "its process has ended"))
+    tasks.tick(2.0)
+    for _ in range(4):
+        tasks.deliver(PS[0])
+    assert not sent(tasks, StateRestored)
+    tasks.fresh.add(PS[1])
+    tasks.read.clear()
+    tasks.join(PS[1])
+    tasks.settle()
+    assert not tasks.fresh
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
+
+
+def test_all_return_once_more_when_a_task_is_started_again_before_it_has_set_its_state() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[0])
+    for task in (*PS, WORKER, *PS):
+        tasks.deliver(task)
+    assert all(isinstance(tasks.inbox[task][-1], LoadState) and tasks.inbox[task][-1].is_set for task in PS)
+    tasks.deliver(PS[1])
+    tasks.start_again(PS[0])
+    for _ in range(9):
+        tasks.deliver(PS[0])
+    loads = [message for message in tasks.inbox[PS[1]] if isinstance(message, LoadState)]
+    # A worker may have used the task that had set its state, together with the process that has ended.
+    assert [(one.epoch, one.is_set) for one in loads] == [(2, False)]
+    tasks.settle()
+    assert not tasks.fresh
+
+
+def test_a_request_to_load_that_comes_again_changes_nothing_later() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[1])
+    for task in (*PS, WORKER, *PS, PS[0]):
+        tasks.deliver(task)
+    tasks.connect(PS[0])  # it has set its state, and its report may be lost
+    assert sent(tasks, LoadState) >= {PS[0]}
+    tasks.settle()
+    assert not tasks.fresh
+    assert tasks.gate == 0
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
+
+
+def test_a_later_snapshot_has_the_ledger_of_its_own_moment() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    claim(tasks, 1)
+    claim(tasks, 2, 1, 15)
+    tasks.now_s += 10
+    tasks.snapshot()
+    tasks.start_again(PS[0])
+    tasks.settle()
+    assert "ps:0, ps:1 returned to snapshot 2; 0 steps are done again" in tasks.log
+
+
+def test_rounds_that_a_return_has_undone_are_not_reported_as_done_afterwards() -> None:
+    tasks = Tasks()
+    tasks.tell(WORKER, RoundsDone("sync", WORKER, 4, 9, 4))
+    tasks.snapshot()
+    tasks.tell(WORKER, RoundsDone("sync", WORKER, 7, 9, 3))
+    tasks.start_again(PS[1])
+    tasks.settle()
+    tasks.tell(WORKER, RoundsDone("sync", WORKER, 8, 9, 1))  # sent before the worker has heard of the return
+    assert tasks.state._ledger.steps_done == 4
+    tasks.tell(WORKER, RoundsDone("sync", WORKER, 5, 9, 1, undone=1))
+    assert tasks.state._ledger.steps_done == 5
+
+
+def test_steps_that_a_worker_left_do_not_hold_back_the_return() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    claim(tasks, 1)
+    claim(tasks, 2, 1, 5)
+    assert not tasks.state._ledger.is_clear("")
+    tasks.start_again(PS[1])
+    tasks.settle()
+    assert not tasks.fresh
+
+
+def test_a_task_that_joins_again_while_it_writes_ends_the_snapshot() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in (*PS, WORKER, *PS):
+        tasks.deliver(task)
+    tasks.writing.clear()  # its report is lost with the connection
+    tasks.connect(PS[0])
+    assert tasks.log[-1].endswith("ps:0 has left or joined again")
+    tasks.now_s += 10
+    tasks.place("late", PS[0])
+    tasks.snapshot()
+    assert [*tasks.disk[PS[0]]] == [2]
+
+
+def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
+    tasks = Tasks()
+    tasks.place("late", PS[0], is_created=False)
+    for _ in range(3):
+        tasks.snapshot()
+    assert not tasks.state._recovery._committed.names
+    assert tasks.gate == 0
+    tasks.created[PS[0]].add("late")
+    for _ in range(3):
+        tasks.snapshot()
+    known = tasks.state._recovery._committed
+    assert known.names == ("v0", "v1", "late")
+
+
+def test_a_task_may_write_its_part_before_another_has_captured_its_own() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in (*PS, WORKER, PS[0], PS[0]):
+        tasks.deliver(task)
+    assert [*tasks.disk[PS[0]]] == [1]
+    tasks.settle()
+    assert tasks.state._recovery._committed.number == 1
+
+
+def test_state_that_was_restored_by_the_program_is_saved_at_once() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    assert [*tasks.disk[PS[0]]] == [1]
+    assert tasks.ask(SaveChanges(WORKER, 60.0)) is None
+    ask = tasks.asks
+    tasks.snapshot()
+    assert tasks.answers[ask] == Saved(is_saved=True)
+    tasks.snapshot()
+    assert [*tasks.disk[PS[0]]] == [2]
+
+
+def test_a_change_during_a_capture_waits_for_the_next_snapshot() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in tasks.peer:
+        tasks.deliver(task)
+    assert sent(tasks, CaptureState) == {*PS}
+    assert tasks.ask(SaveChanges(WORKER, 60.0)) is None
+    ask = tasks.asks
+    tasks.settle()
+    assert [*tasks.disk[PS[0]]] == [1]
+    assert ask not in tasks.answers
+    tasks.snapshot()
+    assert tasks.answers[ask] == Saved(is_saved=True)
+
+
+def test_a_change_that_a_return_has_undone_is_refused() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    assert tasks.ask(SaveChanges(WORKER, 60.0)) is None
+    ask = tasks.asks
+    tasks.start_again(PS[1])
+    tasks.settle()
+    assert tasks.answers[ask] == Failure(
+        "TaskLost", "the change of state is lost: ps:0, ps:1 returned to snapshot 1, which was made before it"
+    )
+
+
+def test_a_change_is_not_waited_for_longer_than_its_task_asks_for() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    assert tasks.ask(SaveChanges(WORKER, 3.0)) is None
+    ask = tasks.asks
+    tasks.tick(1.0)
+    assert ask not in tasks.answers
+    tasks.tick(2.0)
+    assert tasks.answers[ask] == Saved(is_saved=False)
+
+
+def test_without_snapshots_no_change_is_waited_for() -> None:
+    assert Tasks(every_s=0.0).ask(SaveChanges(WORKER, 60.0)) == Saved(is_saved=True)
+
+
+def test_a_worker_in_a_long_step_ends_the_attempt_at_a_snapshot() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in PS:
+        tasks.deliver(task)
+    assert claim(tasks, 1) is None
+    ask = tasks.asks
+    tasks.doing[WORKER] = "tracing and compiling step"
+    tasks.tick(PAUSE_S + 1)
+    late = f"worker:0 still runs a step after {PAUSE_S:g} s (worker:0: tracing and compiling step)"
+    assert late in tasks.log[-1]
+    assert tasks.answers[ask] == Claimed(0, 15)
+
+
+def test_a_worker_in_a_long_step_holds_up_the_others_for_a_third_of_the_time_at_most() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in PS:
+        tasks.deliver(task)
+    paused = 0
+    for _ in range(300):
+        tasks.tick()
+        paused += not tasks.state._recovery.is_idle
+        for task in PS:
+            while tasks.deliver(task):
+                pass
+    assert 300 / 10 < paused <= 300 / 3 + PAUSE_S
+    tasks.settle()
+    tasks.tick(2 * PAUSE_S)
+    tasks.settle()
+    assert [*tasks.disk[PS[0]]], "the step has ended"
+
+
+def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> None:
+    tasks = Tasks(every_s=60.0)
+    tasks.place("never", PS[0], is_created=False)
+    begun = 0
+    for _ in range(300):
+        tasks.snapshot()
+        number = tasks.state._recovery._counted.number
+        begun = max(begun, number)
+    line = "no snapshot can be made: never was placed, and not created in 30 s"
+    assert [one for one in tasks.log if "no snapshot can be made" in one] == [line]
+    assert 8 < begun < 14
+    tasks.created[PS[0]].add("never")
+    tasks.tick(60.0)
+    tasks.settle()
+    assert tasks.state._recovery._committed.number > 0
+
+
+def test_names_that_are_created_while_a_program_starts_are_not_logged() -> None:
+    tasks = Tasks(every_s=5.0)
+    for number in range(40):
+        tasks.place(f"new {number}", PS[0], is_created=False)
+        tasks.snapshot()
+        tasks.created[PS[0]].add(f"new {number - 4}")
+    assert not any("no snapshot can be made" in line for line in tasks.log)
+
+
+def test_freed_state_is_not_made_again_by_a_return() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.ask(Unplace("v0"))
+    tasks.start_again(PS[1])
+    tasks.deliver(WORKER)
+    for task in PS:
+        while not sent(tasks, LoadState) and tasks.deliver(task):
+            pass
+    loads = [one for one in tasks.inbox[PS[0]] if isinstance(one, LoadState)]
+    assert [one.forgotten for one in loads] == [("v0",)]
+
+
+def test_a_return_that_takes_too_long_is_given_up_and_the_error_names_the_task() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[1])
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    ask = tasks.asks
+    while not sent(tasks, LoadState):
+        for task in tasks.peer:
+            tasks.deliver(task)
+    tasks.tick(LOAD_S + 1)
+    answer = tasks.answers[ask]
+    assert isinstance(answer, Failure)
+    assert f"ps:0, ps:1 did not return to the snapshot within {LOAD_S:g} s" in answer.text
+
+
+def test_the_return_comes_before_a_save_that_cannot_begin() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    claim(tasks, 1)
+    tasks.ask(PauseSteps(WORKER))
+    tasks.start_again(PS[1])
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    waiting = tasks.asks
+    tasks.ask(ResumeSteps(WORKER, 1))
+    tasks.settle()
+    assert tasks.answers[waiting] == Recovered(1, 1)
+
+
+def test_a_claim_whose_answer_was_lost_before_the_return_gets_steps_after_it() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    assert claim(tasks, 1) == Claimed(0, 15)
+    tasks.start_again(PS[1])
+    tasks.settle()
+    assert claim(tasks, 1) == Claimed(0, 15)
+
+
+def test_a_part_that_cannot_be_written_leaves_the_last_snapshot_in_place() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    claim(tasks, 1)
+    claim(tasks, 2, 1, 15)
+    tasks.now_s += 10
+    tasks.tick()
+    for task in (*PS, WORKER, *PS):
+        tasks.deliver(task)
+    tasks.writing.clear()
+    tasks.tell(PS[0], StateWritten(PS[0], 2, "no space left"))
+    assert tasks.log[-1] == "a snapshot is abandoned, and no other begins for 1 s: ps:0: no space left"
+    tasks.start_again(PS[1])
+    tasks.settle()
+    assert "ps:0, ps:1 returned to snapshot 1; 15 steps are done again" in tasks.log
+
+
+def test_a_task_that_does_not_capture_its_state_holds_up_the_steps_for_a_while_only() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in tasks.peer:
+        tasks.deliver(task)
+    tasks.inbox[PS[1]].clear()
+    assert claim(tasks, 1) is None
+    ask = tasks.asks
+    tasks.tick(CAPTURE_S + 1)
+    assert f"ps:1 did not capture its state within {CAPTURE_S:g} s" in tasks.log[-1]
+    assert tasks.answers[ask] == Claimed(0, 15)
+
+
+def refusal(tasks: Tasks) -> str:
+    answer = tasks.ask(AwaitRecovery(WORKER))
+    assert isinstance(answer, Failure)
+    assert answer.kind == "TaskLost"
+    return answer.text
+
+
+def test_without_snapshots_there_is_no_recovery() -> None:
+    tasks = Tasks(every_s=0.0)
+    for _ in range(3):
+        tasks.snapshot()
+    assert not any(tasks.disk.values())
+    tasks.start_again(PS[0])
+    assert (
+        refusal(tasks)
+        == "the lost state is not restored: no snapshots are made: start the cluster with --snapshots DIR"
+    )
+
+
+def test_state_lost_before_the_first_snapshot_is_made_again_from_the_beginning() -> None:
+    tasks = Tasks()
+    assert claim(tasks, 1) == Claimed(0, 15)
+    tasks.applied = {task: {*range(9)} for task in PS}
+    tasks.start_again(PS[0])
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    ask = tasks.asks
+    tasks.settle()
+    assert tasks.answers[ask] == Recovered(1, 1)
+    assert tasks.applied == {task: set() for task in PS}
+    assert (
+        "ps:0, ps:1 returned to the beginning; 0 steps are done again; 2 variables and queues made since are made again"
+        in tasks.log
+    )
+    assert tasks.created == {PS[0]: {"v0"}, PS[1]: {"v1"}}
+    assert claim(tasks, 2, 1, 9) == Claimed(0, 15)
+
+
+def test_state_that_no_snapshot_has_is_freed_everywhere_and_made_again() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.place("late", PS[1])
+    tasks.place("later", PS[0], is_created=False)
+    tasks.start_again(PS[0])
+    for task in (*PS, WORKER, *PS):
+        tasks.deliver(task)
+    setting = [tasks.inbox[task][-1] for task in PS]
+    assert {one.unsaved for one in setting if isinstance(one, LoadState)} == {("late", "later")}
+    tasks.settle()
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
+    assert tasks.created == {PS[0]: {"v0"}, PS[1]: {"v1", "late"}}
+    tasks.snapshot()
+    assert tasks.state._recovery._committed.names == ("v0", "v1", "late")
+
+
+def test_a_task_that_does_not_come_back_is_named() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.handle(PeerClosed(tasks.now_s, tasks.peer.pop(PS[0]), "its process has ended"))
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    ask = tasks.asks
+    tasks.tick(RETURN_S / 2)
+    assert ask not in tasks.answers
+    tasks.tick(RETURN_S)
+    answer = tasks.answers[ask]
+    assert isinstance(answer, Failure)
+    assert answer.text == f"ps:0 did not come back within {RETURN_S:g} s"
+
+
+def test_a_step_that_does_not_end_is_named_and_the_return_goes_on_after_it() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[0])
+    tasks.settle_all_but(WORKER)
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    ask = tasks.asks
+    tasks.tick(NOTICE_S)
+    assert tasks.log[-1] == f"the return to a snapshot waits: worker:0 still runs a step after {NOTICE_S:g} s"
+    tasks.tick(RETURN_S)
+    answer = tasks.answers[ask]
+    assert isinstance(answer, Failure)
+    assert answer.text == f"worker:0 still runs a step after {RETURN_S:g} s"
+    assert tasks.log[-1].startswith("the return to a snapshot waits"), "once"
+    tasks.settle()
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
+
+
+def test_a_pause_that_does_not_end_is_named() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    assert tasks.ask(PauseSteps(WORKER)) is None
+    tasks.settle()
+    tasks.start_again(PS[0])
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    ask = tasks.asks
+    tasks.tick(1.0)
+    tasks.tick(RETURN_S)
+    answer = tasks.answers[ask]
+    assert isinstance(answer, Failure)
+    assert answer.text == f"worker:0 has paused the steps for {RETURN_S:g} s"
+
+
+def test_a_part_that_cannot_be_loaded_is_the_reason() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[0])
+    for task in (*PS, WORKER):
+        tasks.deliver(task)
+    tasks.applied = {task: {1} for task in PS}
+    tasks.deliver(PS[1])
+    tasks.tell(PS[0], StateLoaded(PS[0], 1, failure="array 'v0' is damaged"))
+    assert refusal(tasks).endswith("ps:0 could not return to the snapshot: array 'v0' is damaged")
+    assert tasks.applied[PS[1]] == {1}, "no task has set its state"
+    tasks.inbox[PS[0]].clear()
+    tasks.settle()
+    assert tasks.gate == 0
+    tasks.start_again(PS[0])  # with a good disk
+    tasks.settle()
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(2, 1)
+
+
+def test_the_coordinator_returns_to_a_snapshot_after_its_own_restart() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_coordinator()
+    tasks.connect(WORKER)
+    for task in PS:
+        tasks.join(task)
+    tasks.settle()
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)

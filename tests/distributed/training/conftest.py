@@ -1,0 +1,22 @@
+"""Three workers and two parameter tasks of a cluster in this process, for the tests of strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.testing import MemoryCluster
+from tests.distributed.training.sync_programs import SOON
+
+
+@pytest.fixture
+def workers(memory: MemoryCluster) -> Iterator[list[Cluster]]:
+    with (
+        closing(memory.worker(0, SOON)) as a,
+        closing(memory.worker(1, SOON)) as b,
+        closing(memory.worker(2, SOON)) as c,
+    ):
+        yield [a, b, c]

@@ -1,0 +1,305 @@
+"""The asynchronous strategy's requests to a cluster and its results for the program; without tasks and traces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.distributed.asynchronous.async_ import Async
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.synchronous.sync import Sync
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.wire.messages.message import Notice
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
+from dflow.distributed.wire.messages.snapshots import AwaitRecovery
+from dflow.tracing.errors import RemoteError, StrategyError, TaskLost, TransportClosed
+
+DEADLINE_S = 60.0
+
+
+class Scripted:
+    """A source of steps that gives fixed claims, and records the arguments of each request."""
+
+    task = identity = "/job:worker/task:0"
+    epoch = undone = 0
+
+    def __init__(self, *claims: range) -> None:
+        self.coordinator = self
+        self.claims = list(claims)
+        self.told: list[ClaimSteps] = []
+        self.left: list[str] = []
+        #: The notices, and the ends of steps, in order.
+        self.notices: list[Notice | str] = []
+
+    def shared_steps(self, run: str, prefetch: int, *bound: Any, **options: Any) -> Any:
+        """Refuse nothing, and begin no step ahead."""
+        return nullcontext(lambda steps, batches: self._step())
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.notices.append("ended")
+
+    def tell(self, notice: Notice) -> None:
+        """Record a notice."""
+        self.notices.append(notice)
+
+    def await_recovery(self) -> None:
+        """Refuse: what is lost is lost."""
+        raise TaskLost("no snapshots are made")
+
+    def leave(self, reason: str) -> None:
+        """Record why the worker leaves."""
+        self.left.append(reason)
+
+    def ask(self, claim: ClaimSteps) -> Claimed:
+        """Hand out the next claim, or none when no more are wanted."""
+        self.told.append(claim)
+        steps = self.claims.pop(0) if claim.more and self.claims else range(0)
+        return Claimed(steps.start, len(steps))
+
+
+@dataclass
+class Worker:
+    """A worker that is nothing but a client of the coordinator."""
+
+    coordinator: CoordinatorClient
+    epoch = undone = 0
+
+    def __post_init__(self) -> None:
+        self.task = self.identity = self.coordinator.task
+
+    def await_recovery(self) -> None:
+        """Ask the coordinator."""
+        self.coordinator.ask(AwaitRecovery(self.task))
+
+    def shared_steps(self, run: str, prefetch: int, *bound: Any, **options: Any) -> Any:
+        """Refuse nothing, and begin no step ahead."""
+        return nullcontext(lambda steps, batches: nullcontext())
+
+
+class Lost(Scripted):
+    """A coordinator that is lost after the first claim."""
+
+    def ask(self, claim: ClaimSteps) -> Claimed:
+        """Answer once."""
+        if self.told:
+            raise TransportClosed("the coordinator is lost")
+        return super().ask(claim)
+
+
+def told(source: Scripted) -> list[tuple[int, bool]]:
+    return [(claim.done, claim.more) for claim in source.told[1:]]
+
+
+def test_it_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> None:
+    source = Scripted(range(2), range(2, 3))
+    batches = [(1, 2), (3, 4), (5, 6), (7, 8)]
+    assert list(Async(source).run(lambda a, b: (a, b), batches, steps=3)) == [(1, 2), (3, 4), (5, 6)]
+    assert told(source) == [(2, True), (1, True)]
+    assert list(Async(dflow.connect()).run(lambda batch: batch, [[1, 2], {"a": 3}], steps=2)) == [[1, 2], {"a": 3}]
+
+
+def test_a_function_of_batches_is_given_the_numbers_of_the_claimed_steps() -> None:
+    source = Scripted(range(4, 6), range(9, 10))
+    assert list(Async(source).run(lambda batch: batch, lambda step: 10 * step, steps=20)) == [40, 50, 90]
+
+
+def test_a_failed_step_is_announced_before_it_ends_for_those_who_pause_the_steps() -> None:
+    source = Scripted(range(4, 8))
+    numbers = iter(range(4))
+
+    def step(batch: int) -> None:
+        if next(numbers) == 2:
+            raise ValueError("bad batch")
+
+    with pytest.raises(ValueError, match="bad batch"):
+        list(Async(source).run(step, range(9), steps=9, name="run"))
+    failed = StepsDone("run", source.task, 4, 2, has_failed=True)
+    assert source.notices == ["ended", "ended", failed, "ended"]
+
+
+def test_no_batch_is_taken_that_no_step_uses() -> None:
+    batches = iter(range(10))
+    list(Async(dflow.connect()).run(lambda batch: batch, batches, steps=4))
+    assert next(batches) == 4
+
+
+@pytest.mark.parametrize(
+    ("outcome", "metrics"),
+    [
+        (jnp.float32(1.5), {"loss": 1.5}),
+        (2.5, {"loss": 2.5}),
+        ({"loss": np.float32(0.5), "hits": jnp.int32(3)}, {"loss": 0.5, "hits": 3.0}),
+        ({"key": jax.random.key(0), "rows": jnp.zeros(3), "name": "x", "z": 1j}, {}),
+        ((jnp.float32(1.0), jnp.float32(2.0)), {}),
+        (None, {}),
+    ],
+    ids=["scalar", "python number", "dict", "nothing real", "tuple", "none"],
+)
+def test_real_scalars_are_shown_as_progress(outcome: Any, metrics: dict[str, float]) -> None:
+    source = Scripted(range(1))
+    list(Async(source).run(lambda _: outcome, [0], steps=1))
+    assert source.told[-1].metrics == metrics
+
+
+def test_alone_does_exactly_the_steps_asked_for() -> None:
+    calls = itertools.count()
+    assert len(list(Async(dflow.connect()).run(lambda _: next(calls), itertools.repeat(0), steps=37))) == 37
+    assert next(calls) == 37
+
+
+@pytest.mark.parametrize("count", [0, 3, 4])
+def test_batches_that_end_early_end_the_run_here(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Scripted(*[range(4)] * 100)
+    assert len(list(Async(source).run(lambda batch: batch, range(count), steps=1000))) == count
+    assert told(source)[-1] == (count % 4, False)
+    done: list[int] = []
+    with pytest.raises(StrategyError, match=f"expected batches for 1000 steps, got {count}, after which they have end"):
+        done.extend(Async(dflow.connect()).run(lambda batch: batch, range(count), steps=1000))
+    assert done == [*range(count)]
+    monkeypatch.setenv("DFLOW_ACCEPT", "short")
+    assert len(list(Async(dflow.connect()).run(lambda batch: batch, range(count), steps=1000))) == count
+
+
+def test_leaving_the_loop_gives_back_what_was_not_done() -> None:
+    source = Scripted(range(4))
+    for number in Async(source).run(lambda batch: batch, itertools.count(), steps=1000):
+        if number == 1:
+            break
+    assert told(source) == [(2, False)]
+
+
+def test_leaving_the_loop_when_the_coordinator_is_lost_is_quiet() -> None:
+    run = Async(Lost(range(4))).run(lambda batch: batch, itertools.count(), steps=1000)
+    assert isinstance(run, Iterator)
+    assert next(run) == 0
+    run.close()  # type: ignore[attr-defined]
+
+
+def test_an_error_of_the_step_ends_the_run_with_it() -> None:
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError("in the user's step")
+
+    with pytest.raises(ZeroDivisionError, match="in the user's step"):
+        list(Async(dflow.connect()).run(fail, [0], steps=1))
+
+
+def test_the_other_workers_do_what_one_leaves_undone() -> None:
+    network = MemoryNetwork()
+    coordinator = Coordinator(network, "", {"worker": 3}, tick_s=None)
+    clients = []
+    for index in range(3):
+        task = f"/job:worker/task:{index}"
+        clients.append(CoordinatorClient(network, coordinator.address, name=task))
+        clients[index].join(task, f"nowhere:{index}")
+
+    def work(index: int) -> int:
+        batches = itertools.repeat(0) if index == 0 else range(index)
+        return sum(1 for _ in Async(Worker(clients[index])).run(lambda _: None, batches, steps=100, name="run"))
+
+    with ThreadPoolExecutor(3) as pool:
+        done = [future.result(DEADLINE_S) for future in [pool.submit(work, index) for index in range(3)]]
+    assert sum(done) == coordinator.status().steps_done == 100
+    assert done[1] <= 1
+    assert done[2] <= 2
+    assert clients[0].ask(ClaimSteps("other run", clients[0].task, 100)).steps
+    assert clients[1].ask(ClaimSteps("other run", clients[1].task, 100, more=False)).steps == range(0)
+    for client in clients:
+        client.leave()
+    coordinator.close()
+
+
+def test_two_runs_of_one_program_have_names_of_their_own() -> None:
+    alone = dflow.connect()
+    counts = [len(list(Async(alone).run(lambda batch: batch, itertools.count(), steps=3))) for _ in range(2)]
+    assert counts == [3, 3]
+
+
+def test_a_step_that_fails_gives_back_what_is_not_done() -> None:
+    cluster = dflow.connect()
+    told: list[tuple[int, bool]] = []
+    ask = cluster.coordinator.ask
+
+    def noted(claim: ClaimSteps) -> Claimed:
+        told.append((claim.done, claim.more))
+        return ask(claim)
+
+    cluster.coordinator.ask = noted  # type: ignore[method-assign]
+
+    def step(number: int) -> int:
+        if number == 3:
+            raise ValueError("bad batch")
+        return number
+
+    with pytest.raises(ValueError, match="bad batch"):
+        list(Async(cluster).run(step, range(10), steps=10, name="failing"))
+    assert sum(done for done, _ in told) == 3
+    assert [more for _, more in told] == [True] * (len(told) - 1) + [False]
+
+
+def test_a_named_run_goes_on_where_it_was_left_alone_too() -> None:
+    alone = dflow.connect()
+    for seen in Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit"):
+        if seen == 6:
+            break
+    assert len(list(Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit"))) == 20 - 7
+    assert list(Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit")) == []
+    with pytest.raises(RemoteError, match=r"run 'fit': it has 20 steps and .* asks for 30; .*name another run"):
+        list(Async(alone).run(lambda batch: batch, itertools.count(), steps=30, name="fit"))
+
+
+@pytest.mark.parametrize("strategy", [Async, Sync])
+def test_a_negative_number_of_steps_is_refused_at_the_users_line(strategy: Any) -> None:
+    with pytest.raises(StrategyError, match=r"steps=-1 of a run is negative\n  at .*test_async.py:"):
+        list(strategy(dflow.connect()).run(lambda batch: batch, itertools.count(), steps=-1))
+
+
+def losses(values: list[float]) -> Iterator[Any]:
+    return iter([{"loss": jnp.float32(value), "inverse": jnp.float32(np.inf)} for value in values])
+
+
+def test_the_first_loss_that_is_not_finite_is_reported_with_its_step_though_a_later_one_is_finite() -> None:
+    source = Scripted(range(4), range(4, 7))
+    values = [1.0, 2.0, np.nan, 3.0, np.inf, np.nan, 1.0]
+    list(Async(source).run(lambda outcome: outcome, losses(values), steps=7))
+    # The last step is reported before its result is given, so before the last claim.
+    reports = [notice for notice in source.notices if isinstance(notice, StepsDone)]
+    first, second = (message.not_finite for message in [source.told[1], *reports])
+    assert source.told[2].not_finite is None
+    assert (first.step, first.metric, str(first.value)) == (2, "loss", "nan")
+    assert (second.step, second.metric, second.value) == (4, "loss", np.inf)
+
+
+def test_a_loss_that_is_not_finite_is_reported_when_the_program_stops_at_it() -> None:
+    source = Scripted(range(4))
+    outcomes = Async(source).run(lambda outcome: outcome, losses([1.0, np.nan]), steps=7)
+    assert [next(outcomes)["loss"], next(outcomes)["loss"]] == [1.0, pytest.approx(np.nan, nan_ok=True)]
+    outcomes.close()  # type: ignore[attr-defined]
+    assert (source.told[-1].more, source.told[-1].not_finite.step) == (False, 1)
+
+
+def test_a_process_by_itself_logs_both_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLOW_ACCEPT", "short")
+    alone = dflow.connect()
+    list(Async(alone).run(lambda outcome: outcome, losses([1.0, np.nan, np.nan]), steps=40, name="mine"))
+    news = [record.getMessage() for record in caplog.records]
+    loss, end = news
+    assert loss == "loss is nan at step 1 of run 'mine' on localhost:0; later ones of this run are not announced"
+    assert end == (
+        "run 'mine' has 3 of 40 steps done, and no worker takes part in it any more: their batches have ended, "
+        "their programs have left the loop, or they are lost"
+    )

@@ -1,0 +1,424 @@
+"""Lookups of a worker's next batch that are under way while its present step runs, by `Async(lookahead=True)`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from dflow.distributed.asynchronous.async_ import Async
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.cluster.cluster_steps import ClusterSteps
+from dflow.distributed.steps import steps_ahead
+from dflow.distributed.steps.task_channel import TaskChannel
+from dflow.testing import MemoryCluster
+from dflow.tracing.errors import InputError
+from tests.distributed.waiting import until
+from tests.effort import examples
+
+pytestmark = pytest.mark.once
+
+ROWS, IDS = 10, 4
+#: Steps of a run that ends with its batches, before the worker's first claim does.
+MANY = 1000
+Batch = tuple[Any, Any]
+
+
+@pytest.fixture(autouse=True)
+def no_pause_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a loop may pause for longer than its steps take."""
+    monkeypatch.setattr(steps_ahead, "SHORT_S", 60.0)
+
+
+class Messages:
+    """The values that the tasks of a cluster in this process send and take in, in order.
+
+    Made before the cluster, it sees all of them. Before a worker sends gradients, `held` is called with the number of
+    the step.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, int, str]] = []
+        self.held: Callable[[int], None] = lambda number: None
+        send, arrived = TaskChannel.send, TaskChannel.arrived
+
+        def sends(channel: TaskChannel, step: Any, edge: str, *rest: Any) -> None:
+            if edge.startswith("grad/"):
+                self.held(step.number)
+            self.seen.append(("sent", step.number, edge))
+            send(channel, step, edge, *rest)
+
+        def arrives(channel: TaskChannel, message: Any, *rest: Any) -> None:
+            arrived(channel, message, *rest)
+            self.seen.append(("arrived", message.step, message.edge))
+
+        monkeypatch.setattr(TaskChannel, "send", sends)
+        monkeypatch.setattr(TaskChannel, "arrived", arrives)
+
+    def has(self, what: str, number: int, edges: Sequence[str]) -> bool:
+        return {(what, number, edge) for edge in edges} <= {*self.seen}
+
+    def first(self, what: str, number: int, part: str) -> int:
+        return next(
+            (at for at, (how, of, edge) in enumerate(self.seen) if (how, of) == (what, number) and part in edge), 0
+        )
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> Messages:
+    return Messages(monkeypatch)
+
+
+def model(cluster: Cluster, name: str = "table") -> tuple[dflow.Embedding, Callable[..., Any]]:
+    """A table, and a step that moves rows towards targets and returns the rows that it looked up."""
+    with cluster.parameter_servers():
+        table = dflow.Embedding(ROWS, 2, name=name, by="modulo", initializer=lambda key, shape, dtype: jnp.zeros(shape))
+        optimizer = dflow.Optimizer(optax.sgd(0.5), [table], name=f"sgd of {name}")
+
+    @dflow.jit
+    def step(ids: Any, targets: Any) -> Any:
+        def loss() -> Any:
+            rows = table(ids)
+            return ((rows - targets) ** 2).sum() / 2, rows
+
+        (_, rows), gradients = dflow.value_and_grad(loss, [table], has_aux=True)()
+        optimizer.apply(gradients)
+        return rows
+
+    return table, step
+
+
+def drawn(count: int, seed: int = 0, ids: int = IDS) -> list[Batch]:
+    draw = np.random.default_rng(seed)
+    return [
+        (draw.integers(0, ROWS, ids).astype(np.int32), draw.integers(-4, 5, (ids, 2)).astype(np.float32))
+        for _ in range(count)
+    ]
+
+
+def updated(table: Any, ids: Any, gradients: Any) -> Any:
+    after = table.copy()
+    np.subtract.at(after, ids, 0.5 * gradients)
+    return after
+
+
+def expected(batches: Sequence[Batch], lacks: Sequence[int]) -> tuple[list[Any], Any]:
+    """The rows that each step looks up, which lack the newest updates, and the table at the end, by NumPy alone."""
+    versions, found = [np.zeros((ROWS, 2), np.float32)], []
+    for number, (ids, targets) in enumerate(batches):
+        rows = versions[number - lacks[number]][ids]
+        found.append(rows)
+        versions.append(updated(versions[-1], ids, rows - targets))
+    return found, versions[-1]
+
+
+def nothing_is_left(memory: MemoryCluster, cluster: Cluster) -> bool:
+    servers = [cluster.server, *(task.server for task in memory.tasks.values())]
+    held = [server.statistics() for server in servers]
+    return all(not (s.rendezvous.open_steps or s.rendezvous.waiters or s.rendezvous.values) for s in held)
+
+
+IDS_EDGES = ("table/0/ids", "table/1/ids")
+ROWS_EDGES = ("table/0_1", "table/1_1")
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_lookup_of_the_next_batch_is_under_way_before_the_gradient_leaves(
+    messages: Messages, memory: MemoryCluster, worker: Cluster, prefetch: int
+) -> None:
+    table, step = model(worker)
+    batches, numbers = drawn(14), []
+    awaited = ROWS_EDGES if prefetch else IDS_EDGES
+
+    def held(number: int) -> None:
+        """The gradients of a step leave when the next batch's ids are at the tables, or its rows are here."""
+        numbers.append(number)
+        if messages.has("sent", number + 1, IDS_EDGES):
+            until(lambda: messages.has("arrived", number + 1, awaited))
+
+    messages.held = held
+    run = Async(worker, prefetch=prefetch, lookahead=True).run(step, iter(batches), steps=MANY)
+    found = [np.asarray(rows) for rows in run]
+    numbers = [*dict.fromkeys(numbers)]
+    early = [messages.first("sent", n, "/ids") < messages.first("sent", n - 1, "grad/") for n in numbers]
+    # The first iteration shows what the step is.
+    assert early == [False] * 2 + [True] * 12
+    rows, after = expected(batches, [int(one and prefetch > 0) for one in early])
+    np.testing.assert_array_equal(found, rows)
+    np.testing.assert_array_equal(table.read(), after)
+    until(lambda: nothing_is_left(memory, worker))
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step run, whether the worker's part of it had begun before its call."""
+    found: list[bool] = []
+    run = ClusterSteps._run
+
+    def noted(self: ClusterSteps, step: Any, called: Any, leaves: Any, begun: Any, loop: Any) -> Any:
+        found.append(begun is not None and begun.leaves is not None)
+        return run(self, step, called, leaves, begun, loop)
+
+    monkeypatch.setattr(ClusterSteps, "_run", noted)
+    return found
+
+
+BATCHES = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([IDS, IDS, IDS, 2])), min_size=3, max_size=9)
+
+
+def test_each_lookup_sees_its_workers_updates_except_the_newest_one(worker: Cluster, fed: list[bool]) -> None:
+    table, step = model(worker)
+
+    @given(BATCHES, st.sampled_from([0, 0, 1, 2]))
+    @settings(max_examples=examples(16), deadline=None)
+    def check(sizes: list[tuple[int, int]], prefetch: int) -> None:
+        table.assign(jnp.zeros(table.shape))
+        batches = [drawn(1, seed, size)[0] for seed, size in sizes]
+        run = Async(worker, prefetch=prefetch, lookahead=True).run(step, iter(batches), steps=MANY)
+        versions = [np.zeros((ROWS, 2), np.float32)]
+        for (ids, targets), rows in zip(batches, run, strict=True):
+            seen = [version[ids] == rows for version in versions[-1 - min(prefetch, 1) :]]
+            assert np.logical_or.reduce(seen).all()
+            versions.append(updated(versions[-1], ids, np.asarray(rows) - targets))
+        np.testing.assert_array_equal(table.read(), versions[-1])
+
+    check()
+    assert any(fed)
+
+
+def test_an_iterator_may_use_its_memory_again(worker: Cluster, fed: list[bool]) -> None:
+    table, step = model(worker)
+    ids, targets = np.zeros(IDS, np.int32), np.zeros((IDS, 2), np.float32)
+    batches = drawn(10)
+
+    def in_one_place() -> Iterator[Batch]:
+        for batch in batches:
+            ids[:], targets[:] = batch
+            yield ids, targets
+
+    found = [np.asarray(rows) for rows in Async(worker, lookahead=True).run(step, in_one_place(), steps=MANY)]
+    rows, after = expected(batches, [0] * 10)
+    np.testing.assert_array_equal(found, rows)
+    np.testing.assert_array_equal(table.read(), after)
+    assert sum(fed) == 8
+
+
+def test_a_wrong_id_is_an_error_of_its_own_step_and_changes_nothing(memory: MemoryCluster, worker: Cluster) -> None:
+    with worker.parameter_servers():
+        count = dflow.Variable(0, name="count")
+    table, step = model(worker)
+
+    @dflow.jit
+    def counted(ids: Any, targets: Any) -> Any:
+        count.assign_add(1)
+        return step(ids, targets)
+
+    batches = drawn(10)
+    batches[6][0][2] = ROWS
+    run = Async(worker, lookahead=True).run(counted, iter(batches), steps=MANY)
+    found = list(itertools.islice(run, 6))
+    with pytest.raises(InputError, match=rf"table 'table': expected ids from 0 to {ROWS - 1}, got {ROWS} at \(2,\)"):
+        next(run)
+    rows, after = expected(batches[:6], [0] * 6)
+    np.testing.assert_array_equal(found, rows)
+    np.testing.assert_array_equal(table.read(), after)
+    assert int(count.read()) == 6
+    until(lambda: nothing_is_left(memory, worker))
+
+
+def test_an_error_of_the_batches_comes_at_its_own_step(memory: MemoryCluster, worker: Cluster) -> None:
+    _, step = model(worker)
+
+    def fails_later() -> Iterator[Batch]:
+        yield from drawn(5)
+        raise ZeroDivisionError
+
+    run = Async(worker, lookahead=True).run(step, fails_later(), steps=MANY)
+    assert len(list(itertools.islice(run, 5))) == 5
+    with pytest.raises(ZeroDivisionError):
+        next(run)
+    until(lambda: nothing_is_left(memory, worker))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_step_that_is_never_called_leaves_no_trace(memory: MemoryCluster, worker: Cluster, prefetch: int) -> None:
+    with worker.parameter_servers():
+        times = dflow.ShardedVariable(lambda: jnp.zeros((ROWS, 1)), name="times")
+        total = dflow.Variable(0, name="total")
+
+    @dflow.jit
+    def count(ids: Any) -> None:
+        total.assign_add(1)
+        times.scatter_add(ids, jnp.ones((IDS, 1)))  # which the arguments alone determine
+
+    run = Async(worker, prefetch=prefetch, lookahead=True).run(count, (ids for ids, _ in drawn(10)), steps=MANY)
+    for _ in itertools.islice(run, 6):
+        pass
+    run.close()  # type: ignore[attr-defined]
+    assert (float(times.sum()), int(total.read())) == (6 * IDS, 6)
+    until(lambda: nothing_is_left(memory, worker))
+
+
+def test_a_write_between_two_steps_is_seen_by_the_next(worker: Cluster, fed: list[bool]) -> None:
+    table, step = model(worker)
+    batches = drawn(12)
+    run = Async(worker, prefetch=1, lookahead=True).run(step, iter(batches), steps=MANY)
+    for number, _ in enumerate(run):
+        if number == 5:
+            table.assign(jnp.full(table.shape, 7.0))
+            assert (np.asarray(next(run)) == 7).all()
+    assert fed == [False, False, *[True] * 4, False, False, *[True] * 4]
+
+
+def test_variables_of_the_worker_are_those_of_the_call(worker: Cluster, fed: list[bool]) -> None:
+    table, _ = model(worker)
+    mine = dflow.Variable(0.0, name="mine")
+
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        before = mine.read()
+        mine.assign_add(1.0)
+        table.scatter_add(ids, table(ids) * 0 + before)
+        return before
+
+    run = Async(worker, prefetch=1, lookahead=True).run(step, (ids for ids, _ in drawn(8)), steps=MANY)
+    assert list(map(float, run)) == list(range(8))
+    assert sum(fed) == 6
+
+
+def test_each_batch_is_used_once_by_workers_that_look_ahead(workers: list[Cluster], fed: list[bool]) -> None:
+    def train(worker: Cluster) -> tuple[Any, Any]:
+        with worker.parameter_servers():
+            times = dflow.ShardedVariable(lambda: jnp.zeros((60, 1)), name="times")
+
+        @dflow.jit
+        def count(number: Any) -> Any:
+            times.scatter_add(number, jnp.ones((1, 1)))
+
+        strategy = Async(worker, prefetch=1, lookahead=True)
+        for _ in strategy.run(count, lambda number: np.array([number]), steps=60, name="by number"):
+            pass
+        # No batch of an iterator is taken for a step that is not done.
+        rest = iter([np.array([number]) for number in range(20)])
+        done = sum(1 for _ in strategy.run(count, rest, steps=20, name="by worker"))
+        return times, done + len(list(rest))
+
+    with ThreadPoolExecutor(3) as pool:
+        (times, *_), counts = zip(*pool.map(train, workers), strict=True)
+    assert counts == (20,) * 3
+    assert float(times.sum()) == 80
+    assert (np.asarray(times.read())[20:] == 1).all()
+    assert any(fed)
+
+
+@pytest.mark.parametrize(("limit", "prefetch"), [(6, 0), (12, 1)])
+def test_a_lookup_stays_within_the_bound_of_staleness(
+    workers: list[Cluster], fed: list[bool], limit: int, prefetch: int
+) -> None:
+    def train(worker: Cluster) -> list[int]:
+        with worker.parameter_servers():
+            version = dflow.ShardedVariable(lambda: jnp.zeros((4, 1)), name="version")
+
+        @dflow.jit
+        def step(row: Any) -> Any:
+            seen = version.gather(row)
+            version.scatter_add(row, 1 + 0 * seen)
+            return (version.gather(row) - 1 - seen)[0, 0]
+
+        strategy = Async(worker, prefetch=prefetch, lookahead=True, max_staleness=limit)
+        run = strategy.run(step, itertools.repeat(np.array([1])), steps=90, name="bounded")
+        return [int(missed) for missed in run]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert max(itertools.chain(*pool.map(train, workers))) <= limit
+    assert any(fed)
+
+
+def other_arrays(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
+    return lambda ids, targets: step(jnp.asarray(ids), targets)
+
+
+def donates(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
+    return dflow.jit(step, donate_argnums=1)
+
+
+def looks_nothing_up(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
+    with worker.parameter_servers():
+        dense = dflow.Variable(jnp.ones(2), name="dense")
+    return dflow.jit(lambda ids, targets: targets * dense)
+
+
+def own_ids(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
+    shift = dflow.Variable(0, name="shift")
+    return dflow.jit(lambda ids, targets: step(ids + shift.read(), targets))
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (other_arrays, "the function is called with other arrays than those of the batch"),
+        (donates, "the function donates arguments"),
+        (
+            looks_nothing_up,
+            "the function sends nothing that its arguments alone determine, such as the ids of a lookup",
+        ),
+        (own_ids, "the function sends nothing that its arguments alone determine, such as the ids of a lookup"),
+    ],
+)
+def test_where_lookahead_has_no_effect_that_is_logged(
+    worker: Cluster,
+    fed: list[bool],
+    caplog: pytest.LogCaptureFixture,
+    made: Callable[[Callable[..., Any], Cluster], Callable[..., Any]],
+    why: str,
+) -> None:
+    _, step = model(worker)
+    with caplog.at_level(logging.WARNING, "dflow"):
+        assert len(list(Async(worker, lookahead=True).run(made(step, worker), iter(drawn(6)), steps=MANY))) == 6
+    assert not any(fed)
+    messages = [record.getMessage() for record in caplog.records if "lookahead" in record.getMessage()]
+    assert messages == [f"lookahead=True has no effect: {why}"]
+
+
+def test_a_function_that_is_called_with_part_of_the_batch_looks_ahead(worker: Cluster, fed: list[bool]) -> None:
+    _, step = model(worker)
+    batches = drawn(8)
+    named = ({"targets": targets, "ids": ids, "note": "unused"} for ids, targets in batches)
+    run = Async(worker, lookahead=True).run(lambda batch: step(batch["ids"], batch["targets"]), named, steps=MANY)
+    np.testing.assert_array_equal([np.asarray(rows) for rows in run], expected(batches, [0] * 8)[0])
+    assert sum(fed) == 6
+
+
+def test_other_arrays_than_foreseen_are_looked_up_at_the_call(
+    worker: Cluster, fed: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The function takes the present batch's ids in one step, and other ids in the next."""
+    _, step = model(worker)
+    batches, other = drawn(8), np.zeros(IDS, np.int32)
+    numbers = itertools.count()
+
+    def alternating(ids: Any, targets: Any) -> Any:
+        return step(ids if next(numbers) != 4 else other, targets)
+
+    with caplog.at_level(logging.WARNING, "dflow"):
+        found = [np.asarray(rows) for rows in Async(worker, lookahead=True).run(alternating, iter(batches), steps=MANY)]
+    batches[4] = other, batches[4][1]
+    np.testing.assert_array_equal(found, expected(batches, [0] * 8)[0])
+    assert fed == [False, False, True, True, False, False, True, True]
+    assert "lookahead=True has no effect: the function is called with other arrays" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", [dflow.distributed.Sync, dflow.distributed.Hybrid, dflow.distributed.AllReduce])
+def test_strategies_whose_steps_read_one_version_refuse_lookahead(worker: Cluster, strategy: Any) -> None:
+    with pytest.raises(TypeError, match="lookahead"):
+        strategy(worker, lookahead=True)

@@ -1,0 +1,356 @@
+"""`Async(max_staleness=...)` on a cluster in this process: version counters of each step's reads and updates to."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext, suppress
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.distributed.asynchronous.async_ import Async
+from dflow.distributed.asynchronous.staleness import BoundedSteps
+from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
+from dflow.distributed.steps import steps_ahead
+from dflow.distributed.training import long_wait
+from dflow.distributed.wire.messages.plans import CancelStep
+from dflow.distributed.wire.messages.status import GetHealth
+from dflow.testing import MemoryCluster
+from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, StrategyError
+from tests.distributed.training.sync_programs import DEADLINE_S, SOON, Turns, together
+from tests.distributed.waiting import until
+
+#: All tests make their steps by one function.
+pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")]
+
+
+class Counted:
+    """A counter of updates on each of two tasks, and the staleness of the steps of one worker."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.variables = []
+        with cluster.parameter_servers():
+            for index in range(2):
+                with dflow.device(f"ps:{index}"):
+                    self.variables.append(dflow.Variable(lambda: jnp.int32(0), name=f"count {index}"))
+        self.read = dflow.jit(lambda: [variable.read() for variable in self.variables])
+        self.add = dflow.jit(lambda x: self._added([x, x]))
+
+        @dflow.jit
+        def step(x: Any) -> Any:
+            seen = [variable.read() for variable in self.variables]
+            return seen, self._added([x + 0 * value for value in seen])
+
+        self.step = step
+
+    def _added(self, deltas: Any) -> Any:
+        for variable, delta in zip(self.variables, deltas, strict=True):
+            variable.assign_add(delta)
+        return [variable.read() for variable in self.variables]
+
+    @staticmethod
+    def staleness(outcome: Any) -> int:
+        """The most updates of a counter between the step's read and its own update."""
+        return max(int(new) - 1 - int(seen) for seen, new in zip(*outcome, strict=True))
+
+    @property
+    def counts(self) -> list[int]:
+        return [int(variable.read()) for variable in self.variables]
+
+
+def bounded(memory: MemoryCluster, run: str) -> BoundedSteps | None:
+    """The steps of the run, as the task that counts them sees them."""
+    runs = (task.server.staleness._runs.get(run) for task in memory.tasks.values())
+    return next((found for found in runs if found is not None), None)
+
+
+def waiting(memory: MemoryCluster, run: str = "run") -> int:
+    found = bounded(memory, run)
+    return 0 if found is None else len(found.waiting)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4])
+def test_while_a_step_runs_the_others_apply_as_many_updates_as_the_bound(
+    memory: MemoryCluster, workers: list[Cluster], limit: int
+) -> None:
+    turns, found = Turns(), []
+
+    def work(index: int, cluster: Cluster) -> None:
+        counted = Counted(cluster)
+        calls = itertools.count()
+
+        def step(x: Any) -> Any:
+            seen = counted.read()
+            if index == 0 and next(calls) == 0:
+                turns.done("0 has read")
+                until(lambda: waiting(memory) == 2 or counted.counts[0] > limit)
+            return seen, counted.add(x)
+
+        if index:
+            turns.wait("0 has read")
+        run = Async(cluster, max_staleness=limit).run(step, itertools.repeat(jnp.int32(1)), steps=24, name="run")
+        for number, outcome in enumerate(run):
+            found.append(counted.staleness(outcome))
+            if index == 0 and number == 0:
+                assert found[-1] == limit
+        assert counted.counts == [24, 24]
+
+    together(workers, work)
+    assert len(found) == 24
+    assert max(found) == limit
+    until(lambda: bounded(memory, "run") is None)  # the last word of a worker may still be on its way
+
+
+@pytest.mark.parametrize(("limit", "prefetch"), [(0, 0), (2, 0), (5, 1), (12, 2), (None, 1)])
+def test_the_bound_holds_while_workers_join_leave_and_end_in_a_step(
+    memory: MemoryCluster, workers: list[Cluster], limit: int | None, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_ahead, "SHORT_S", 60.0)
+    ended, found = threading.Event(), list[int]()
+
+    def work(index: int, cluster: Cluster) -> None:
+        counted = Counted(cluster)
+        calls = itertools.count()
+
+        def step(x: Any) -> Any:
+            if index == 2 and next(calls) == 9:
+                cluster.close()  # other workers do this step
+            return counted.step(x)
+
+        if index == 1:
+            assert ended.wait(DEADLINE_S)
+        strategy = Async(cluster, max_staleness=limit, prefetch=prefetch)
+        ones = itertools.repeat(jnp.int32(1), 11) if index == 1 else ones_until(ended)
+        try:
+            for outcome in strategy.run(step, ones, steps=61, name="run"):
+                found.append(counted.staleness(outcome))
+        except DflowError:
+            assert index == 2
+            ended.set()
+        if index == 0:
+            assert counted.counts == [61, 61]
+
+    def ones_until(event: threading.Event) -> Iterator[Any]:
+        """Yield 1 without end, and the 30th one only after the event."""
+        for number in itertools.count():
+            assert number < 30 or event.wait(DEADLINE_S)
+            yield jnp.int32(1)
+
+    together(workers, work)
+    # Steps that the second had not reported yet are done again, and change nothing.
+    assert len(found) >= 61
+    assert limit is None or max(found) <= limit
+    until(lambda: bounded(memory, "run") is None)  # the last word of a worker may still be on its way
+
+
+def test_values_are_fetched_ahead_where_the_bound_allows_it(
+    workers: list[Cluster], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(steps_ahead, "SHORT_S", 60.0)
+    counted = Counted(workers[0])
+
+    def stalenesses(name: str, **options: Any) -> list[int]:
+        run = Async(workers[0], **options).run(counted.step, itertools.repeat(jnp.int32(1)), steps=12, name=name)
+        return [counted.staleness(outcome) for outcome in run]
+
+    assert stalenesses("none ahead", max_staleness=0) == [0] * 12
+    assert stalenesses("ahead", max_staleness=3, prefetch=2)[5:] == [2] * 7
+    with caplog.at_level(logging.WARNING, "dflow"):
+        assert stalenesses("wide", max_staleness=1, prefetch=1)[4:] == [1] * 8
+    assert not caplog.records
+    both = threading.Barrier(2)
+    together(workers[:2], lambda index, cluster: small(cluster, both))
+    text = "prefetch=1 has no effect: max_staleness=4 is below 5, which 2 workers need for it"
+    assert text in [record.getMessage() for record in caplog.records]
+
+
+def small(cluster: Cluster, both: threading.Barrier) -> None:
+    """Take part in a run of two workers, whose bound is too small for `prefetch`."""
+    strategy = Async(cluster, max_staleness=4, prefetch=1)
+    for number, _ in enumerate(strategy.run(Counted(cluster).step, itertools.repeat(jnp.int32(1)), steps=40, name="2")):
+        if number == 0:
+            both.wait(DEADLINE_S)
+
+
+def trained(cluster: Any, prefix: str, train: Callable[[Any, list[Any]], object]) -> list[np.ndarray]:
+    """Return two layers after `train(step, batches)`; all factors of updates are powers of 2, which round nothing."""
+    with cluster.parameter_servers():
+        layers = [
+            dflow.Variable(lambda shape=shape: jnp.full(shape, 0.125), name=f"{prefix}/{shape[1]}")
+            for shape in ((8, 16), (16, 4))
+        ]
+        optimizer = dflow.Optimizer(optax.sgd(0.125, momentum=0.5), layers, name=f"{prefix}/sgd")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        def loss() -> Any:
+            return jnp.mean((jnp.tanh(x @ layers[0]) @ layers[1] - jnp.sin(3 * x[:, :4])) ** 2)
+
+        value, gradients = dflow.value_and_grad(loss, layers)()
+        optimizer.apply(gradients)
+        return value
+
+    drawn = np.random.default_rng(0)
+    train(step, [drawn.normal(size=(32, 8)).astype(np.float32) for _ in range(20)])
+    return [np.asarray(layer.read()) for layer in layers]
+
+
+def test_one_worker_has_the_weights_of_one_process_bit_for_bit(worker: Cluster) -> None:
+    expected = trained(dflow.connect(), "alone", lambda step, batches: [step(batch) for batch in batches])
+    for max_staleness in (None, 0, 3):
+
+        def train(step: Any, batches: list[Any], max_staleness: int | None = max_staleness) -> None:
+            strategy = Async(worker, max_staleness=max_staleness)
+            assert len(list(strategy.run(step, batches, steps=20, name=f"run {max_staleness}"))) == 20
+
+        found = trained(worker, f"async {max_staleness}", train)
+        for got, right in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(got, right)
+
+
+def test_workers_with_other_bounds_are_refused(workers: list[Cluster]) -> None:
+    ones = itertools.repeat(jnp.int32(1))
+    run = Async(workers[0], max_staleness=2).run(Counted(workers[0]).step, ones, steps=9, name="run")
+    next(run)
+    counted = Counted(workers[1])
+    for other, text in ((Async(workers[1]), "asks for None"), (Async(workers[1], max_staleness=3), "asks for 3")):
+        with pytest.raises(RemoteError, match=rf"'run': worker:0 trains with max_staleness=2 .*{text}; give all"):
+            list(other.run(counted.step, ones, steps=9, name="run"))
+    run.close()  # type: ignore[attr-defined]
+
+    def trains() -> bool:
+        try:
+            list(Async(workers[1], max_staleness=3).run(counted.step, ones, steps=9, name="run"))
+        except RemoteError:  # the parameter task does not know yet that the first worker has left the run
+            return False
+        return True
+
+    until(trains)
+    assert counted.counts == [9, 9]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_staleness": -1}, "max_staleness: expected at least 0, got -1"),
+        ({"max_staleness": 1, "prefetch": 2}, "prefetch: expected at most max_staleness=1, got 2.*\n.*\n.*a larger"),
+    ],
+)
+def test_a_bound_that_cannot_be_kept_is_refused(options: dict[str, int], text: str) -> None:
+    with pytest.raises(StrategyError, match=text):
+        Async(dflow.connect(), **options)  # type: ignore[arg-type]
+
+
+def test_a_wait_names_the_worker_whose_step_lasts(
+    memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(long_wait, "NOTICE_AFTER_S", 0.05)
+    quick = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=0.5)
+    turns = Turns()
+
+    def work(index: int, cluster: Cluster) -> None:
+        counted = Counted(cluster)
+
+        def slow(x: Any) -> Any:
+            turns.done("0 is in a step")
+            turns.wait("1 has abandoned its step")
+            return counted.read()
+
+        if index == 0:
+            list(Async(cluster, max_staleness=0).run(slow, [jnp.int32(1)], steps=9, name="run"))
+            return
+        turns.wait("0 is in a step")
+        text = "run 'run' with max_staleness=0: no step may begin before the steps of worker:0 have ended"
+        with pytest.raises(DeadlineExceeded, match=text):
+            list(Async(cluster, max_staleness=0).run(counted.step, [jnp.int32(1)], steps=9, name="run"))
+        assert any(f"worker:1 waits, for 0 s: /job:ps/task:0: {text}" in one.getMessage() for one in caplog.records)
+        turns.done("1 has abandoned its step")
+
+    with closing(memory.worker(0, SOON)) as first, closing(memory.worker(1, quick)) as second:
+        together([first, second], work)
+    until(lambda: bounded(memory, "run") is None)  # the last word of a worker may still be on its way
+
+
+@pytest.mark.parametrize("is_handled", [False, True])
+def test_a_step_that_fails_ends_when_its_tasks_have_confirmed_that(
+    memory: MemoryCluster, workers: list[Cluster], monkeypatch: pytest.MonkeyPatch, is_handled: bool
+) -> None:
+    events: list[str] = []
+    server, ask = memory.tasks["ps:1"].server, workers[0].requests.ask
+
+    def run(executable: Any, step: Any, *args: Any, **options: Any) -> None:
+        if step.origin == workers[0].task:
+            until(lambda: waiting(memory) == 1)
+            raise ZeroDivisionError
+        run_part(executable, step, *args, **options)
+
+    def asked(task: str, message: Any, *args: Any) -> Any:
+        reply = ask(task, message, *args)
+        if isinstance(message, CancelStep):
+            events.append(f"cancelled on {task[-1]}")
+        return reply
+
+    run_part = server.runs.run
+    monkeypatch.setattr(server.runs, "run", run)
+    monkeypatch.setattr(workers[0].requests, "ask", asked)
+    turns = Turns()
+
+    def work(index: int, cluster: Cluster) -> None:
+        counted = Counted(cluster)
+
+        def step(x: Any) -> Any:
+            if index == 0:
+                turns.done("0 is in a step")
+            events.append(f"{index} begins")
+            with suppress(*[DflowError] if is_handled else []):
+                return counted.step(x)
+
+        if index:
+            turns.wait("0 is in a step")
+        ones = [jnp.int32(1)] * (1 if index == 0 else 3)
+        run = Async(cluster, max_staleness=0).run(step, ones, steps=3, name="run")
+        if index == 0:
+            with nullcontext() if is_handled else pytest.raises(DflowError, match="ZeroDivisionError"):
+                list(run)
+        else:
+            assert {counted.staleness(outcome) for outcome in run} == {0}
+
+    together(workers[:2], work)
+    assert events == ["0 begins", "cancelled on 0", "cancelled on 1", *["1 begins"] * (2 if is_handled else 3)]
+
+
+def test_a_step_begins_after_its_worker_knows_of_the_deaths_that_the_host_knows_of(
+    memory: MemoryCluster, worker: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    ask = worker.coordinator.ask
+
+    def asked(message: Any, *timeout_s: float) -> Any:
+        if isinstance(message, GetHealth):
+            events.append("has the roster")
+        return ask(message, *timeout_s)
+
+    monkeypatch.setattr(worker.coordinator, "ask", asked)
+    counted = Counted(worker)
+
+    def step(x: Any) -> Any:
+        events.append("begins")
+        return counted.step(x)
+
+    def train(name: str) -> None:
+        list(Async(worker, max_staleness=0).run(step, [jnp.int32(1)] * 3, steps=3, name=name))
+
+    train("first")
+    assert events == ["begins"] * 3
+    events.clear()
+    for task in memory.tasks.values():
+        monkeypatch.setattr(task.server._gate, "death_known_at", worker.server.peers.introduced_at + 1)
+    train("second")
+    assert events == ["has the roster", *["begins"] * 3]

@@ -1,0 +1,508 @@
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.training.plan_messages import TrainingPlan
+from dflow.distributed.training.step_ledger import FAILURE_S, FIRST_CLAIM, LARGEST_CLAIM, StepLedger
+from dflow.distributed.training.training_plans import TrainingPlans
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
+from tests.effort import examples
+
+A, B, C = (f"/job:worker/task:{index}" for index in range(3))
+
+
+def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) -> tuple[int, ClaimSteps]:
+    return ask, ClaimSteps("run", task, total, 0, 0, done, **rest)  # type: ignore[arg-type]
+
+
+class Numbered:
+    """A ledger whose workers number their claims and receive every answer."""
+
+    def __init__(self) -> None:
+        self.ledger = StepLedger(DurableRecords())
+        self.number = 0
+        self.open: dict[int, tuple[str, int]] = {}
+        self.seen: dict[str, int] = {}
+
+    def claim(self, ask: int, claim: ClaimSteps) -> list[SendReply]:
+        self.number += 1
+        self.open[ask] = claim.task, self.number
+        numbered = msgspec.structs.replace(claim, number=self.number, last=self.seen.get(claim.task, 0))
+        return self.noted(self.ledger.claim(ask, numbered))
+
+    def leave(self, left: dict[str, str]) -> list[SendReply]:
+        for task in left:
+            self.seen.pop(task, None)
+        return self.noted(self.ledger.leave(left))
+
+    def noted(self, replies: list[SendReply]) -> list[SendReply]:
+        for reply in replies:
+            task, number = self.open.pop(reply.ask)
+            if isinstance(reply.message, Claimed):
+                self.seen[task] = number
+        return replies
+
+
+def test_one_worker_gets_the_steps_in_order() -> None:
+    ledger, first, sizes = Numbered(), 0, []
+    while True:
+        [reply] = ledger.claim(*asked(0, A, done=sizes[-1] if sizes else 0))
+        assert isinstance(reply.message, Claimed)
+        assert reply.message.first == first
+        if reply.message.count == 0:
+            break
+        sizes.append(reply.message.count)
+        first += reply.message.count
+    assert first == ledger.ledger.steps_done == ledger.ledger.steps_total == 100
+    assert sizes[:4] == [16, 16, 16, 13]
+    assert sizes[-1] == 1
+
+
+def test_claims_are_smaller_with_more_workers() -> None:
+    ledger = Numbered()
+    assert ledger.claim(*asked(1, A)) == [SendReply(1, Claimed(0, 16))]
+    assert ledger.claim(*asked(2, B)) == [SendReply(2, Claimed(16, 84 // 8))]
+    assert ledger.claim(*asked(3, C)) == [SendReply(3, Claimed(26, 74 // 12))]
+
+
+def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A))
+    ledger.claim(*asked(2, B))
+    ledger.leave({A: "killed"})
+    # Each alone, since it may be applied in part; then the ones after them.
+    assert ledger.claim(*asked(3, B, done=10)) == [SendReply(3, Claimed(0, 1))]
+    for first in range(1, 16):
+        assert ledger.claim(*asked(3, B, done=1)) == [SendReply(3, Claimed(first, 1))]
+    assert ledger.claim(*asked(3, B, done=1)) == [SendReply(3, Claimed(26, 16))]
+
+
+def test_a_claim_ends_before_a_step_that_was_left_over() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A))
+    ledger.claim(*asked(2, B))  # the steps 16 to 25
+    ledger.leave({B: "killed"})
+    assert ledger.claim(*asked(3, A, done=4)) == [SendReply(3, Claimed(4, 1))]
+    assert ledger.claim(*asked(4, A, done=1)) == [SendReply(4, Claimed(5, 11))]
+    assert ledger.claim(*asked(5, A, done=11)) == [SendReply(5, Claimed(16, 1))]
+
+
+def test_steps_not_done_by_a_live_worker_go_back_too() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A))
+    assert ledger.claim(*asked(2, A, done=5)) == [SendReply(2, Claimed(5, 1))]
+    assert ledger.claim(*asked(3, A, done=1)) == [SendReply(3, Claimed(6, 16))]
+
+
+def test_an_asker_waits_while_others_may_give_steps_back_and_gets_them() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=1))
+    assert ledger.claim(*asked(2, B, total=1)) == []
+    assert ledger.leave({A: "killed"}) == [SendReply(2, Claimed(0, 1))]
+
+
+def test_all_who_wait_are_told_when_the_run_is_complete() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    ledger.claim(*asked(3, C, total=1))
+    replies = ledger.claim(*asked(4, A, done=1, total=1))
+    assert replies == [SendReply(ask, Claimed(1, 0)) for ask in (2, 3, 4)]
+
+
+def test_a_worker_that_leaves_while_it_waits_is_answered() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    assert ledger.leave({B: "reset"}) == [SendReply(2, Failure("TaskLost", "worker:1 has left: reset"))]
+
+
+def test_of_those_that_leave_together_none_is_given_what_another_gives_back() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    ledger.claim(*asked(3, C, total=1))
+    replies = ledger.ledger.leave({A: "killed", B: "killed"})
+    assert replies == [
+        SendReply(2, Failure("TaskLost", "worker:1 has left: killed")),
+        SendReply(3, Claimed(0, 1)),
+    ]
+
+
+def numbered(
+    ask: int, task: str, number: int, last: int = 0, done: int = 0, total: int = 100
+) -> tuple[int, ClaimSteps]:
+    return ask, ClaimSteps("run", task, total, number, last, done)
+
+
+def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_back() -> None:
+    ledger = StepLedger(DurableRecords())
+    ledger.claim(*numbered(1, A, 1))
+    given = ledger.claim(*numbered(2, B, 1))
+    ledger.leave({A: "killed"})
+    again = ledger.claim(*numbered(3, B, 1))
+    assert [reply.message for reply in again] == [reply.message for reply in given] == [Claimed(16, 10)]
+    assert ledger.claim(*numbered(4, B, 2, 1, 10)) == [SendReply(4, Claimed(0, 1))]
+    assert ledger.claim(*numbered(5, B, 2, 1, 10)) == [SendReply(5, Claimed(0, 1))]
+    assert ledger.steps_done == ledger.workers()[1].steps == 10
+
+
+def test_a_claim_that_waits_and_is_asked_again_waits_on_in_the_place_of_the_first() -> None:
+    ledger = StepLedger(DurableRecords())
+    ledger.claim(*numbered(1, A, 1, total=1))
+    ledger.claim(*numbered(2, B, 1, total=1))
+    [first] = ledger.claim(*numbered(3, B, 1, total=1))
+    assert isinstance(first.message, Failure)
+    assert (first.ask, first.message.text) == (2, "worker:1 has sent this claim again")
+    assert ledger.leave({A: "killed"}) == [SendReply(3, Claimed(0, 1))]
+
+
+def test_steps_given_to_a_claim_whose_answer_was_never_seen_go_back_and_none_counts_as_done() -> None:
+    ledger = StepLedger(DurableRecords())
+    ledger.claim(*numbered(1, A, 1))
+    ledger.claim(*numbered(2, A, 2, 1, 16))
+    assert ledger.claim(*numbered(3, A, 3, 1, 16)) == [SendReply(3, Claimed(16, 16))]
+    assert ledger.steps_done == 16
+
+
+def test_a_claim_that_comes_after_a_later_one_or_reports_one_that_is_not_known_is_refused() -> None:
+    ledger = StepLedger(DurableRecords())
+    ledger.claim(*numbered(1, A, 5))
+    [late] = ledger.claim(*numbered(2, A, 4))
+    assert isinstance(late.message, Failure)
+    assert "claim 4 of worker:0 came after its claim 5" in late.message.text
+    [unknown] = ledger.claim(*numbered(3, B, 3, last=2, done=1))
+    assert isinstance(unknown.message, Failure)
+    assert "worker:1 reports claim 2 in claim 3, and its newest is 0" in unknown.message.text
+
+
+def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    [reply] = ledger.claim(*asked(3, B, total=1))
+    assert reply.ask == 2
+    assert isinstance(reply.message, Failure)
+    assert "a later claim of worker:1 has taken the place" in reply.message.text
+
+
+def test_another_number_of_steps_is_refused_with_both_numbers() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=100))
+    [reply] = ledger.claim(*asked(2, B, total=50))
+    assert isinstance(reply.message, Failure)
+    assert "it has 100 steps and worker:1 asks for 50" in reply.message.text
+    [reply] = ledger.claim(3, ClaimSteps("other", B, -1, 1))
+    assert isinstance(reply.message, Failure)
+    assert "asks for -1 steps" in reply.message.text
+    assert ledger.ledger.steps_total == 100
+
+
+def test_more_done_than_claimed_is_refused() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A))
+    [reply] = ledger.claim(*asked(2, A, done=17))
+    assert isinstance(reply.message, Failure)
+    assert "worker:0 reports 17 steps done of a claim of 16" in reply.message.text
+
+
+def test_a_worker_that_wants_no_more_is_answered_at_once_and_the_others_get_its_rest() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=3))
+    ledger.claim(*asked(2, B, total=3))
+    assert ledger.claim(*asked(3, C, total=3)) == [SendReply(3, Claimed(2, 1))]
+    assert ledger.claim(*asked(4, C, total=3, done=1)) == []
+    replies = ledger.claim(*asked(5, A, total=3, more=False))
+    assert replies == [SendReply(5, Claimed(0, 0)), SendReply(4, Claimed(0, 1))]
+    assert ledger.ledger.steps_done == 1
+
+
+def test_a_worker_that_wants_no_more_reports_what_it_did_and_no_longer_has_a_share() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A))
+    ledger.claim(*asked(2, B))
+    assert ledger.claim(*asked(3, A, done=5, more=False)) == [SendReply(3, Claimed(0, 0))]
+    assert ledger.ledger.steps_done == ledger.ledger.workers()[0].steps == 5
+    assert ledger.claim(*asked(4, B, done=10)) == [SendReply(4, Claimed(5, 1))]
+    assert ledger.claim(*asked(5, B, done=1)) == [SendReply(5, Claimed(6, 10))]
+    assert ledger.claim(*asked(6, B, done=10)) == [SendReply(6, Claimed(26, 16))]
+
+
+def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=1))
+    assert ledger.claim(*asked(2, B, total=1)) == []
+    [refused, stopped] = ledger.claim(*asked(3, B, total=1, more=False))
+    assert refused.ask == 2
+    assert isinstance(refused.message, Failure)
+    assert stopped == SendReply(3, Claimed(0, 0))
+    assert ledger.claim(*asked(4, A, total=1, more=False)) == [SendReply(4, Claimed(0, 0))]
+    assert ledger.claim(*asked(5, B, total=1)) == [SendReply(5, Claimed(0, 1))]
+
+
+def test_progress_keeps_the_newest_of_each_worker() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A))
+    ledger.claim(*asked(2, A, done=16, step_s=0.05, metrics={"loss": 2.0}))
+    ledger.ledger.note_done(StepsDone("run", A, 16, 3, metrics={"loss": 1.0}))
+    ledger.claim(*asked(3, A, done=4))
+    [worker] = ledger.ledger.workers()
+    assert (worker.steps, worker.step_s, worker.metrics) == (20, 0.05, {"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("step_s", "least", "count"),
+    [
+        (0.0, 1, FIRST_CLAIM),
+        (1e-6, 8, LARGEST_CLAIM),
+        (0.01, 8, 100),
+        (0.4, 1, 2),
+        (0.9, 1, 1),
+        (50.0, 1, 1),
+        (50.0, 8, 8),
+        (50.0, 10**9, 24_996),  # of one worker, a quarter of the rest
+    ],
+)
+def test_a_claim_is_about_a_second_of_work(step_s: float, least: int, count: int) -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=100_000))
+    [reply] = ledger.claim(*asked(2, A, done=16, total=100_000, step_s=step_s, least=least))
+    assert reply.message == Claimed(16, count)
+
+
+def test_reported_steps_of_a_lost_worker_are_not_handed_out_again() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=20))
+    ledger.claim(*asked(2, B, total=20))
+    assert ledger.claim(*asked(3, B, done=1, total=20)) == [SendReply(3, Claimed(6, 1))]
+    assert ledger.ledger.note_done(StepsDone("run", A, 0, 4)) == []
+    assert ledger.ledger.steps_done == 5
+    assert ledger.leave({A: "killed"}) == []
+    assert ledger.claim(*asked(4, B, done=1, total=20)) == [SendReply(4, Claimed(4, 1))]
+    assert ledger.ledger.steps_done == 6
+
+
+def test_a_report_may_complete_the_run_for_those_that_wait() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    assert ledger.ledger.note_done(StepsDone("run", A, 0, 1)) == [SendReply(2, Claimed(1, 0))]
+    assert ledger.claim(*asked(3, A, done=1, total=1)) == [SendReply(3, Claimed(1, 0))]
+    assert ledger.ledger.steps_done == 1
+
+
+@pytest.mark.parametrize("report", [("run", B, 0, 1), ("other", A, 0, 1), ("run", A, 1, 1), ("run", A, 0, 17)])
+def test_a_report_of_steps_that_the_worker_has_not_claimed_is_ignored(report: tuple[str, str, int, int]) -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A))
+    assert ledger.ledger.note_done(StepsDone(*report)) == []
+    assert ledger.ledger.steps_done == 0
+
+
+class RandomRun(RuleBasedStateMachine):
+    """Workers that claim, do part of a claim, report that, stop, die and return in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Numbered()
+        self.total = 0
+        self.claims: dict[str, range] = {}
+        #: Number of reported steps of each claim; `claims` has the others.
+        self.reported: Counter[str] = Counter()
+        self.asks: dict[int, str] = {}
+        self.answered: set[int] = set()
+        self.done: list[int] = []
+        self.next_ask = 0
+
+    def take(self, replies: list[SendReply]) -> None:
+        for reply in replies:
+            assert reply.ask not in self.answered
+            self.answered.add(reply.ask)
+            task = self.asks.pop(reply.ask)
+            if isinstance(reply.message, Claimed):
+                self.claims[task] = range(reply.message.first, reply.message.first + reply.message.count)
+
+    def ask(self, task: str, done: int, *, more: bool = True) -> None:
+        held = self.claims.pop(task, range(0))
+        self.done += held[:done]
+        self.asks[self.next_ask] = task
+        done += self.reported.pop(task, 0)
+        self.take(self.ledger.claim(*asked(self.next_ask, task, done, self.total, more=more)))
+        self.next_ask += 1
+
+    @rule(task=st.sampled_from([A, B, C]), part=st.floats(0, 1))
+    def report(self, task: str, part: float) -> None:
+        held = self.claims.get(task, range(0))
+        done = round(part * len(held))
+        if done and task not in self.asks.values():
+            self.done += held[:done]
+            self.claims[task] = held[done:]
+            first = held.start - self.reported[task]
+            self.reported[task] += done
+            self.take(
+                self.ledger.noted(self.ledger.ledger.note_done(StepsDone("run", task, first, self.reported[task])))
+            )
+
+    @precondition(lambda self: self.next_ask == 0)
+    @rule(total=st.integers(0, 60))
+    def choose_total(self, total: int) -> None:
+        self.total = total
+
+    @rule(task=st.sampled_from([A, B, C]), part=st.floats(0, 1))
+    def claim(self, task: str, part: float) -> None:
+        if task not in self.asks.values():
+            self.ask(task, round(part * len(self.claims.get(task, ()))))
+
+    @rule(task=st.sampled_from([A, B, C]), part=st.floats(0, 1))
+    def want_no_more(self, task: str, part: float) -> None:
+        if task not in self.asks.values():
+            self.ask(task, round(part * len(self.claims.get(task, ()))), more=False)
+            assert task not in self.asks.values(), "one that wants no more is answered at once"
+            assert not self.claims[task]
+
+    @rule(task=st.sampled_from([A, B, C]))
+    def die(self, task: str) -> None:
+        self.claims.pop(task, None)
+        self.reported.pop(task, None)
+        self.take(self.ledger.leave({task: "killed"}))
+        assert task not in self.asks.values(), "a dead worker's ask is answered too"
+
+    @invariant()
+    def no_step_is_held_twice(self) -> None:
+        held = [*self.done, *(step for claim in self.claims.values() for step in claim)]
+        assert len(held) == len(set(held))
+        assert all(0 <= step < self.total for step in held)
+        assert self.ledger.ledger.steps_done == len(self.done)
+
+    @invariant()
+    def an_ask_waits_only_for_another_workers_claim(self) -> None:
+        assert not self.asks or any(self.claims.values())
+
+    def teardown(self) -> None:
+        """After every history the remaining workers end the run, and no claim waits."""
+        for task in (A, B, C):
+            if task not in self.asks.values():
+                self.ask(task, len(self.claims.get(task, ())))
+        while holders := [task for task, claim in self.claims.items() if claim]:
+            self.ask(holders[0], len(self.claims[holders[0]]))
+        assert not self.asks
+        assert sorted(self.done) == list(range(self.total))
+        assert self.ledger.ledger.steps_done == self.total
+
+
+TestRandomRun = RandomRun.TestCase
+TestRandomRun.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
+
+
+@given(st.integers(0, 300), st.integers(1, 5))
+def test_workers_in_turn_do_every_step_once(total: int, workers: int) -> None:
+    ledger, done, claims = Numbered(), [], {}
+    tasks = [f"/job:worker/task:{index}" for index in range(workers)]
+    active = set(range(workers))
+    while active:
+        for index in sorted(active):
+            held = claims.pop(index, range(0))
+            done += held
+            for reply in ledger.claim(*asked(index, tasks[index], len(held), total)):
+                assert isinstance(reply.message, Claimed)
+                claims[reply.ask] = range(reply.message.first, reply.message.first + reply.message.count)
+        active = {index for index in active if claims.get(index)}
+    assert sorted(done) == list(range(total))
+
+
+def sums_of(replies: list[SendReply]) -> dict[str, float]:
+    [reply] = replies
+    assert isinstance(reply.message, Claimed)
+    return reply.message.sums
+
+
+def test_the_sums_of_a_run_have_each_step_once() -> None:
+    records = DurableRecords()
+    ledger, one = StepLedger(records), {"loss": 1.5, "examples": 1.0}
+
+    def claim(task: str, number: int, done: int = 0, last: int | None = None) -> list[SendReply]:
+        last = number - 1 if last is None else last
+        sums = {name: value * done for name, value in one.items()}
+        return ledger.claim(number, ClaimSteps("run", task, 4, number, last, done, sums=sums))
+
+    assert sums_of(claim(A, 1)) == sums_of(claim(B, 1)) == {}
+    assert sums_of(claim(A, 2, done=1)) == one
+    assert sums_of(claim(A, 2, done=1)) == one  # sent again
+    assert sums_of(claim(A, 3, done=1, last=1)) == one  # the answer to claim 2 was lost
+    before = ledger.copy()
+    ledger.leave({B: "killed"})
+    assert sums_of(claim(B, 1, done=1, last=0)) == one  # of a claim that was given to others
+    claim(A, 4, done=1)
+    rows = {key: row for key, row in records.changed.items() if row is not None}
+    ledger = StepLedger(DurableRecords(rows))  # started again
+    assert claim(A, 5, done=1) == []  # waits for B
+    for reply in claim(B, 2, done=1):
+        assert sums_of([reply]) == {"loss": 6.0, "examples": 4.0}
+    ledger.return_to(before)
+    assert sums_of(claim(A, 6, done=1)) == one  # of a claim from before the return
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_only_runs_of_training_are_in_the_status(is_training: bool) -> None:
+    ledger = StepLedger(DurableRecords())
+    before = ledger.copy()
+    ledger.claim(1, ClaimSteps("run", A, 1, 1, is_training=is_training))
+    ledger.claim(2, ClaimSteps("run", A, 1, 2, 1, done=1, metrics={"loss": 1.0}, is_training=is_training))
+    assert (ledger.steps_done, ledger.steps_total, ledger.copy().steps_done) == (is_training,) * 3
+    assert [worker.task for worker in ledger.workers()] == [A] * is_training
+    ledger.return_to(before)
+    ledger.claim(3, ClaimSteps("run", A, 1, 3, 2, more=False, is_training=is_training))
+    assert len(ledger.take_news()) == 2 * is_training  # of the return, and of the end of its only worker
+
+
+def test_the_end_of_a_run_whose_last_worker_failed_is_announced_after_its_error() -> None:
+    ledger = StepLedger(DurableRecords())
+    ledger.claim(1, ClaimSteps("run", A, 20, 1))
+    ledger.note_done(StepsDone("run", A, 0, 2, has_failed=True))
+    ledger.claim(2, ClaimSteps("run", A, 20, 2, 1, done=2, more=False, has_failed=True))
+    for at_s, count in ((10.0, 0), (10.0 + FAILURE_S, 1), (20.0, 0)):
+        ledger.tick(at_s)
+        assert len(ledger.take_news()) == count
+
+
+def test_a_run_whose_failed_worker_comes_back_has_not_ended() -> None:
+    ledger = StepLedger(DurableRecords())
+    ledger.claim(1, ClaimSteps("run", A, 20, 1))
+    ledger.leave({A: "killed"})
+    ledger.tick(10.0)
+    ledger.claim(2, ClaimSteps("run", A, 20, 1))
+    ledger.tick(20.0)
+    assert not ledger.take_news()
+
+
+@pytest.mark.parametrize(("total", "is_over", "says"), [(4, False, True), (8, False, False), (8, True, True)])
+def test_a_trainer_repeats_its_parts_until_it_has_ended(total: int, is_over: bool, says: bool) -> None:
+    plans = TrainingPlans(DurableRecords())
+    ledger = StepLedger(DurableRecords(), plans)
+    before = ledger.copy()
+    plans.note(TrainingPlan("run", A, 0, total, is_over))
+    for part in ("run 0-2", "run 2-4"):
+        ledger.claim(1, ClaimSteps(part, A, 2, 1))
+        ledger.claim(2, ClaimSteps(part, A, 2, 2, 1, done=1))
+        ledger.claim(3, ClaimSteps(part, A, 2, 3, 2, done=1))
+    assert not ledger.take_news()
+    ledger.return_to(before)
+    line = f"run 'run' was complete, and has 0 of {total} steps done now: run it again"
+    assert ledger.take_news() == [line] * says
+
+
+def test_a_run_whose_worker_waits_for_steps_goes_on_by_itself() -> None:
+    ledger = StepLedger(DurableRecords())
+    before = ledger.copy()
+    ledger.claim(1, ClaimSteps("run", A, 1, 1))
+    ledger.hold(True)
+    ledger.claim(2, ClaimSteps("run", A, 1, 2, 1, done=1))
+    ledger.return_to(before)
+    assert not ledger.take_news()

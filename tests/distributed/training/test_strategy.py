@@ -1,0 +1,260 @@
+"""What every strategy shares: the checks of `run` and the names of runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import dflow
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.training.open_runs import close_runs, closed_at_exit
+from dflow.distributed.training.strategy import Strategy, run_name
+from dflow.distributed.wire.messages.status import GetStatus
+from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.errors import StrategyError
+from tests.distributed.training.sync_programs import together
+from tests.distributed.waiting import DEADLINE_S, until
+
+
+class Counting(Strategy):
+    """Yields each result with the number of its step, and keeps the names of its runs."""
+
+    run_prefix = "counting"
+
+    def __init__(self) -> None:
+        self.runs: list[str] = []
+
+    def results(self, run: dflow.distributed.StrategyRun) -> Iterator[Any]:
+        self.runs.append(run.name)
+        for number, outcome in enumerate(run.calls(range(run.steps))):
+            yield outcome, number
+
+
+def test_a_strategy_is_one_class_with_the_arguments_of_all() -> None:
+    strategy = Counting()
+    assert list(strategy.run(lambda a, b: a + b, [(1, 2), (3, 4), (5, 6)], steps=2)) == [(3, 0), (7, 1)]
+    assert list(strategy.run(lambda a: a, [[1]], steps=1, name="mine")) == [([1], 0)]
+
+
+def test_runs_without_a_name_are_numbered_for_each_strategy() -> None:
+    class Again(Counting):
+        """Numbers its runs apart from those of `Counting`."""
+
+        run_prefix = "again"
+
+    one, other = Counting(), Again()
+    for strategy in (one, one, other):
+        list(strategy.run(lambda a: a, [1], steps=1))
+    first, second = (int(run.removeprefix("counting_")) for run in one.runs)
+    assert second == first + 1
+    assert other.runs == ["again_0"]
+
+
+@pytest.mark.parametrize("kind", ["Async", "Sync", "Trainer"])
+def test_workers_that_are_threads_number_their_runs_alike(workers: list[Cluster], kind: str) -> None:
+    def work(index: int, cluster: Cluster) -> int:
+        with cluster.parameter_servers():
+            w = dflow.Variable(lambda: jnp.zeros(2), name=f"{kind}/w")
+            optimizer = dflow.Optimizer(optax.sgd(1.0), [w], name=f"{kind}/opt")
+        step = dflow.jit(lambda x: optimizer.apply([x]))
+        strategy = (dflow.distributed.Sync if kind == "Sync" else dflow.distributed.Async)(cluster)
+        for _ in range(2):
+            if kind == "Trainer":
+                dflow.Trainer(step, strategy).run(lambda _: -jnp.ones(2), steps=6)
+            else:
+                assert list(strategy.run(step, lambda _: -jnp.ones(2), steps=6)) is not None
+        cluster.barrier("done")
+        return int(w.read()[0])
+
+    assert together(workers, work) == [12, 12, 12]
+
+
+def test_a_worker_that_joins_again_goes_on_with_its_numbers(memory: MemoryCluster) -> None:
+    for first in (0, 2):
+        with closing(memory.worker(0)) as cluster:
+            assert [run_name(cluster, "run"), run_name(cluster, "run")] == [f"run_{first}", f"run_{first + 1}"]
+
+
+def test_a_function_gives_the_batch_of_each_number() -> None:
+    assert list(Counting().run(lambda a, b: a + b, lambda number: (number, 10), steps=3)) == [(10, 0), (11, 1), (12, 2)]
+
+
+def test_the_batches_may_end_before_the_steps() -> None:
+    assert list(Counting().run(lambda a: a, [5, 6], steps=9)) == [(5, 0), (6, 1)]
+
+
+def test_a_strategy_without_results_is_refused() -> None:
+    with pytest.raises(StrategyError, match="Strategy: expected a method results, got none"):
+        list(Strategy(dflow.connect()).run(lambda a: a, [1], steps=1))
+
+
+def test_other_batches_are_refused_at_the_users_line() -> None:
+    with pytest.raises(StrategyError, match=r"batches: expected an iterable or a function of .*, got 5"):
+        list(Counting().run(lambda a: a, 5, steps=1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [dflow.distributed.Async, dflow.distributed.Sync, dflow.distributed.AllReduce])
+def test_a_run_that_is_taken_by_next_has_all_its_steps(kind: Any) -> None:
+    cluster = dflow.connect()
+    run = kind(cluster).run(lambda a: a, [1, 2, 3], steps=3, name="taken")
+    assert [next(run), next(run), next(run)] == [1, 2, 3]
+    assert steps_of(cluster) == (3, 3)
+    run = kind(cluster).run(lambda a: a, [1, 2, 3], steps=3, name="left")
+    for result in run:
+        if result == 3:
+            break
+    assert steps_of(cluster) == (6, 6)
+
+
+def steps_of(cluster: Cluster) -> tuple[int, int]:
+    status = cluster.coordinator.ask(GetStatus())
+    return status.steps_done, status.steps_total
+
+
+def test_a_run_that_was_left_is_closed_at_the_end_of_the_process() -> None:
+    cluster = dflow.connect()
+    run = dflow.distributed.Async(cluster).run(lambda a: a, range(30), steps=30)
+    assert next(run) == 0
+    done, total = steps_of(cluster)
+    close_runs(cluster)
+    assert steps_of(cluster) == (done + 1, total)
+    with pytest.raises(StrategyError, match="expected an open cluster until its last step"):
+        next(run)
+
+
+class Each(Strategy):
+    """Each worker does all steps."""
+
+    def results(self, run: dflow.distributed.StrategyRun) -> Iterator[Any]:
+        return run.calls(range(run.steps))
+
+
+@pytest.mark.parametrize("kind", [dflow.distributed.Async, dflow.distributed.Sync, dflow.distributed.AllReduce, Each])
+@pytest.mark.parametrize("last", [0, 1, 2, 3])
+def test_a_loop_that_closes_its_cluster_before_its_last_step_ends_with_an_error(kind: Any, last: int) -> None:
+    cluster = dflow.connect()
+    run, found = kind(cluster).run(lambda a: a, [1, 2, 3], steps=3, name="closed"), []
+
+    def loop() -> None:
+        if last == 0:
+            cluster.close()
+        for result in run:
+            found.append(result)
+            if result == last:
+                cluster.close()
+
+    if last == 3:
+        loop()
+    else:
+        text = r"run 'closed': expected an open cluster until its last step, got cluster.close\(\) in the loop"
+        with pytest.raises(
+            StrategyError, match=text + r"(.|\n)*test_strategy.py(.|\n)*close the cluster after the loop"
+        ):
+            loop()
+    assert found == [1, 2, 3][:last]
+
+
+@pytest.mark.parametrize("kind", [dflow.distributed.Async, dflow.distributed.Sync])
+def test_a_worker_that_closes_its_cluster_in_its_loop_leaves_the_steps_to_the_others(
+    workers: list[Cluster], kind: Any
+) -> None:
+    found: list[int] = []
+    begun = threading.Event()
+
+    def work(index: int, cluster: Cluster) -> None:
+        with cluster.parameter_servers():
+            optimizer = dflow.Optimizer(optax.sgd(1.0), [dflow.Variable(0.0, name="w")], name="sgd")
+        step = dflow.jit(lambda x: optimizer.apply([x]))
+        run = kind(cluster).run(step, lambda number: jnp.float32(1), steps=12, name="left")
+        if index:
+            assert begun.wait(DEADLINE_S)
+            found.extend(1 for _ in run)
+            return
+        with pytest.raises(StrategyError, match="an open cluster until"):  # noqa: PT012
+            for _ in run:
+                begun.set()
+                cluster.close()
+
+    together(workers, work)
+    assert found
+
+
+def test_a_run_whose_end_fails_keeps_no_other_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    ends: list[str] = []
+
+    def run(name: str, error: Exception) -> Generator[int]:
+        try:
+            yield 1
+        finally:
+            ends.append(name)
+            raise error
+
+    cluster = object()
+    runs = [
+        closed_at_exit(run("a", OSError("a pipe is broken")), cluster),
+        closed_at_exit(run("b", ValueError("signal only works in main thread")), cluster),
+    ]
+    assert [*map(next, runs)] == [1, 1]
+    close_runs(cluster)
+    assert sorted(ends) == ["a", "b"]
+    assert "a pipe is broken" in caplog.text
+    assert "signal only works" in caplog.text
+
+
+def test_a_run_that_a_thread_runs_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = object()
+
+    def run() -> Generator[int]:
+        close_runs(cluster)
+        yield 1
+
+    assert [*closed_at_exit(run(), cluster)] == [1]
+    assert not caplog.records
+
+
+def test_a_cluster_is_left_though_the_end_of_a_run_is_interrupted() -> None:
+    with memory_cluster(ps=1, workers=2) as memory:
+        first, second = memory.worker(0), memory.worker(1)
+
+        def run() -> Generator[int]:
+            try:
+                yield 1
+            finally:
+                raise KeyboardInterrupt
+
+        one = closed_at_exit(run(), first)
+        next(one)
+        with pytest.raises(KeyboardInterrupt):
+            first.close()
+        until(lambda: first.task not in second.tasks)
+        second.close()
+
+
+@pytest.mark.once
+def test_a_program_that_keeps_its_run_ends_without_a_word() -> None:
+    code = """
+import dflow
+run = dflow.distributed.Async(dflow.connect()).run(lambda a: a, [1, 2, 3], steps=3)
+for number in run:
+    if number == 3:
+        break
+print(number)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+@pytest.mark.parametrize(
+    "strategy", [dflow.distributed.Async(dflow.connect()), dflow.distributed.Sync(dflow.connect()), Counting()]
+)
+def test_a_negative_number_of_steps_is_refused_at_the_users_line(strategy: Strategy) -> None:
+    with pytest.raises(StrategyError, match=r"steps=-1 of a run is negative(.|\n)*test_strategy.py"):
+        list(strategy.run(lambda a: a, [1], steps=-1))

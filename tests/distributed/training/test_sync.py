@@ -1,0 +1,276 @@
+"""Synchronous training over a cluster in this process has the weights of one process on all batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.wire.messages.status import GetStatus
+from dflow.tracing.errors import StrategyError, VariableError
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.ir.wire_codecs import decoded, encoded
+from tests.distributed.training.sync_programs import Sync, pair, together
+
+#: All tests make their steps by one function.
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
+
+
+def mlp(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
+    """A model of two layers: its variables, their optimizer and a step."""
+    with cluster.parameter_servers():
+        key = jax.random.key(0)
+        model = dflow.variables(
+            {
+                "hidden": lambda: jax.random.normal(key, (4, 8)) / 2,
+                "bias": lambda: jnp.zeros(8),
+                "out": lambda: jax.random.normal(key, (8, 1)),
+            },
+            prefix=f"{prefix}/",
+        )
+        optimizer = dflow.Optimizer(transformation, model, name=f"{prefix}/opt")
+
+    @dflow.jit
+    def step(x: Any, y: Any) -> Any:
+        def loss() -> Any:
+            return jnp.mean((jax.nn.tanh(x @ model["hidden"] + model["bias"]) @ model["out"] - y) ** 2)
+
+        value, gradients = dflow.value_and_grad(loss, model)()
+        optimizer.apply(gradients)
+        return {"loss": value}
+
+    return model, optimizer, step
+
+
+def embedding(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
+    """A table and a layer; each step looks up few rows of the table."""
+    with cluster.parameter_servers():
+        model = dflow.variables(
+            {"table": lambda: jax.random.normal(jax.random.key(1), (50, 3)), "out": lambda: jnp.ones((3, 1))},
+            prefix=f"{prefix}/",
+        )
+        optimizer = dflow.Optimizer(transformation, model, name=f"{prefix}/opt")
+
+    @dflow.jit
+    def step(rows: Any, y: Any) -> Any:
+        def loss() -> Any:
+            return jnp.mean((model["table"][rows] @ model["out"] - y) ** 2)
+
+        value, gradients = dflow.value_and_grad(loss, model)()
+        optimizer.apply(gradients)
+        return value
+
+    return model, optimizer, step
+
+
+def by_two(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
+    """As `embedding`, with an optimizer for the table and another for the layer."""
+    with cluster.parameter_servers():
+        table = dflow.Variable(lambda: jax.random.normal(jax.random.key(1), (50, 3)), name=f"{prefix}/table")
+        out = dflow.Variable(lambda: jnp.ones((3, 1)), name=f"{prefix}/out")
+        of_table = dflow.Optimizer(transformation, [table], name=f"{prefix}/of table")
+        of_out = dflow.Optimizer(optax.adam(1e-2), {"out": out}, name=f"{prefix}/of out")
+
+    @dflow.jit
+    def step(rows: Any, y: Any) -> Any:
+        value, gradients = dflow.value_and_grad(lambda: jnp.mean((table[rows] @ out - y) ** 2), [out, table])()
+        of_out.apply({"out": gradients[0]})
+        of_table.apply(gradients[1:])
+        return value
+
+    return [table, out], SimpleNamespace(slots=[of_table.slots, of_out.slots]), step
+
+
+ROUNDS, EACH = 5, 4
+
+
+def numbers(prefix: str) -> list[tuple[Any, Any]]:
+    """The batches of all workers, one tuple for each step."""
+    drawn = np.random.default_rng(0)
+    x = [drawn.normal(size=(3, EACH, 4)).astype(np.float32) for _ in range(ROUNDS)]
+    rows = [drawn.integers(0, 50, size=(3, EACH)).astype(np.int32) for _ in range(ROUNDS)]
+    y = [drawn.normal(size=(3, EACH, 1)).astype(np.float32) for _ in range(ROUNDS)]
+    return list(zip(x if prefix == "mlp" else rows, y, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "transformation"),
+    [
+        (mlp, lambda: optax.sgd(0.1, momentum=0.9)),
+        (mlp, lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
+        (embedding, lambda: optax.sgd(0.1)),
+        (embedding, lambda: optax.adam(1e-2)),
+        (embedding, lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))),
+        (by_two, lambda: optax.adagrad(0.1)),
+    ],
+    ids=["momentum", "clipped adamw", "rows sgd", "rows adam", "rows clipped momentum", "two optimizers"],
+)
+def test_three_workers_have_the_weights_of_one_process_on_all_their_batches(
+    workers: list[Cluster], make: Callable[..., Any], transformation: Callable[[], Any]
+) -> None:
+    batches = numbers(make.__name__)
+
+    def work(index: int, cluster: Cluster) -> Any:
+        model, optimizer, step = make(cluster, transformation(), "together")
+        mine = [(x[index], y[index]) for x, y in batches]
+        strategy = Sync(cluster)
+        outcomes = list(strategy.run(step, mine, steps=ROUNDS, name="run"))
+        assert (len(outcomes), strategy.accepted, strategy.dropped) == (ROUNDS, ROUNDS, 0)
+        return jax.device_get(dflow.read(model)), jax.device_get(dflow.read(optimizer.slots))
+
+    found = together(workers, work)
+    model, optimizer, step = make(dflow.connect(), transformation(), "alone")
+    for x, y in batches:
+        step(np.concatenate(x), np.concatenate(y))
+    wanted = jax.device_get(dflow.read(model)), jax.device_get(dflow.read(optimizer.slots))
+    for each in found:
+        for got, right in zip(jax.tree.leaves(each), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(got, right, rtol=2e-5, atol=1e-6)
+
+
+def test_the_variables_that_a_step_reads_are_of_one_version_that_of_its_round(workers: list[Cluster]) -> None:
+    def work(index: int, cluster: Cluster) -> Any:
+        _, step = pair(cluster)
+        return [
+            (float(seen["first"]), float(seen["second"]))
+            for seen in Sync(cluster).run(step, itertools.repeat(1.0), steps=20, name="run")
+        ]
+
+    for seen in together(workers, work):
+        assert seen == [(number, number) for number in range(20)]
+
+
+def test_a_step_that_ran_by_itself_is_traced_anew_and_goes_back(workers: list[Cluster]) -> None:
+    model, step = pair(workers[0])
+    step(1.0)
+    assert float(model["first"].read()[0]) == 1.0
+
+    def work(index: int, cluster: Cluster) -> None:
+        mine = step if index == 0 else pair(cluster)[1]
+        list(Sync(cluster).run(mine, itertools.repeat(3.0), steps=2, name="run"))
+
+    together(workers, work)
+    assert float(model["first"].read()[0]) == 7.0
+    step(1.0)
+    assert float(model["first"].read()[0]) == 8.0
+
+
+def test_alone_every_step_is_a_round() -> None:
+    weight = dflow.Variable(0.0, name="weight")
+    optimizer = dflow.Optimizer(optax.sgd(1.0), [weight])
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        optimizer.apply([-x])
+        return weight.read()
+
+    strategy = Sync(dflow.connect())
+    assert [float(value) for value in strategy.run(step, [1.0, 2.0, 3.0], steps=2)] == [1.0, 3.0]
+    assert (strategy.accepted, strategy.dropped) == (2, 0)
+    with pytest.raises(StrategyError, match="backup_workers=1 of 1 worker leaves none"):
+        Sync(dflow.connect(), backup_workers=1)
+
+
+def test_what_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:
+    cluster = workers[0]
+    with cluster.parameter_servers():
+        far = dflow.Variable(0.0, name="far")
+        optimizer = dflow.Optimizer(optax.sgd(1.0), [far], name="opt")
+    near = dflow.Variable(0.0, name="near")
+    own = dflow.Optimizer(optax.sgd(1.0), [near], name="own")
+    twice = dflow.jit(lambda x: [optimizer.apply([x]), optimizer.apply([x])] and x)
+    inner = dflow.jit(lambda x: optimizer.apply([x]))
+    scanned = dflow.jit(lambda x: jax.lax.scan(lambda c, _: (optimizer.apply([c]) or c, c), x, None, 3)[0])
+    looped = dflow.jit(lambda x: jax.lax.fori_loop(0, jnp.int32(x), lambda _, c: optimizer.apply([c]) or c, x))
+    nested = dflow.jit(lambda x: [inner(x), inner(x)] and x)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (
+            scanned,
+            StrategyError,
+            r"gives gradients 3 times \(to opt\).*\n  at .*\n  call apply .* outside of loops",
+        ),
+        (looped, StrategyError, r"gives gradients 2 times \(to opt\)"),
+        (nested, StrategyError, r"gives gradients 2 times \(to opt\)"),
+        (dflow.jit(lambda x: x), StrategyError, r"gives gradients 0 times \(to none\)"),
+        (twice, StrategyError, r"gives gradients 2 times \(to opt, opt\)"),
+        (dflow.jit(lambda x: own.apply([x])), VariableError, "'near' of 'own' lives in this process"),
+        (
+            lambda x: optimizer.apply([x]),
+            StrategyError,
+            r"expected a function of dflow.jit, got <lambda>(.|\n)*decorate",
+        ),
+    ]
+    for number, (step, error, text) in enumerate(cases):
+        with pytest.raises(error, match=text):
+            list(Sync(cluster).run(step, [1.0], steps=1, name=f"run {number}"))
+    for count in (-1, 3):
+        with pytest.raises(StrategyError, match=f"backup_workers={count} of 3 workers leaves none"):
+            Sync(cluster, backup_workers=count)
+
+
+def test_gradients_that_travel_smaller_are_rounded_once_on_their_way_into_the_variables(
+    workers: list[Cluster],
+) -> None:
+    given = [jnp.asarray(np.random.default_rng(number).normal(size=64), jnp.float32) for number in range(3)]
+    type = ArrayType(np.dtype("float32"), (64,))
+    expected = -sum(np.asarray(decoded("int8", encoded("int8", one), type)) for one in given) / 3
+
+    def work(number: int, cluster: Cluster) -> tuple[Any, Any]:
+        with cluster.parameter_servers():
+            # One of the two is on another task than the accumulator.
+            model = [dflow.Variable(lambda: jnp.zeros(64), name=f"smaller/{name}") for name in "ab"]
+            optimizer = dflow.Optimizer(optax.sgd(1.0), model, name="smaller/sgd", wire="int8")
+        assert model[0].device != model[1].device
+        step = dflow.jit(lambda x: optimizer.apply([x, x]))
+        for _ in Sync(cluster, job="ps").run(step, [(given[number],)], steps=1, name="smaller"):
+            pass
+        return [np.asarray(each.read()) for each in model]
+
+    for a, b in together(workers, work):
+        np.testing.assert_allclose(a, expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(b, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_run_within_a_container(workers: list[Cluster]) -> None:
+    def work(index: int, cluster: Cluster) -> Any:
+        with dflow.container("mine"):
+            model, step = pair(cluster, "contained")
+            for _ in Sync(cluster).run(step, [1.0] * 3, steps=3, name="contained"):
+                pass
+        return model["first"].read()
+
+    for value in together(workers, work):
+        np.testing.assert_array_equal(value, 3.0 * np.ones(4))
+
+
+def test_a_run_of_no_rounds_looks_at_no_batch(workers: list[Cluster]) -> None:
+    def batch(number: int) -> Any:
+        raise AssertionError("no batch is needed")
+
+    _, step = pair(workers[0], "no_rounds")
+    assert list(Sync(workers[0]).run(step, batch, steps=0, name="no rounds")) == []
+
+
+def test_the_last_result_comes_with_the_last_update(workers: list[Cluster]) -> None:
+    """So a program that takes the results by `next`, and then stops, has trained and reported all steps."""
+    model, _, step = mlp(workers[0], optax.sgd(0.1), "last")
+    run = Sync(workers[0], backup_workers=2).run(step, lambda number: (np.ones((2, 4)), np.ones((2, 1))), steps=3)
+    before = model["bias"].read()
+    for _ in range(3):
+        next(run)
+        before, last = model["bias"].read(), before
+    status = workers[0].coordinator.ask(GetStatus())
+    assert (status.steps_done, status.steps_total) == (3, 3)
+    assert not np.array_equal(before, last)
+    after = np.asarray(before)
+    run.close()
+    np.testing.assert_array_equal(model["bias"].read(), after)

@@ -1,0 +1,137 @@
+"""A return to a snapshot between the moments of a worker's synchronous steps: each element is used once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.distributed import Sync
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.snapshots.snapshot_schedule import SnapshotSchedule
+from tests.distributed.cluster.tasks_with_snapshots import Tasks
+from tests.distributed.waiting import DEADLINE_S, until
+
+pytestmark = pytest.mark.once
+
+ROUNDS = 4
+#: The elements of both workers.
+COUNT = 2 * ROUNDS
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    running = Tasks(tmp_path, every_s=0.05, workers=2)
+    yield running
+    running.close()
+
+
+class Program:
+    """A worker's step: it takes an element on ps:0, counts it on ps:1, and gives a gradient for a weight there."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        with cluster.parameter_servers():
+            with dflow.device("ps:0"):
+                self.queue = dflow.FIFOQueue(COUNT, jnp.int32(0), name="taken in rounds")
+            with dflow.device("ps:1"):
+                self.seen = dflow.Variable(lambda: jnp.zeros(COUNT, jnp.int32), name="seen in rounds")
+                weight = dflow.Variable(lambda: jnp.zeros(()), name="weight of rounds")
+            self.optimizer = dflow.Optimizer(optax.sgd(1.0), [weight], name="sgd of rounds")
+        self.step = dflow.jit(self._step)
+
+    def _step(self, _: Any) -> jax.Array:
+        element = self.queue.dequeue(timeout_s=30)
+        self.seen.scatter_add(element[None], jnp.ones(1, jnp.int32))
+        self.optimizer.apply([jnp.float32(-1)])
+        return element
+
+    def run(self) -> Any:
+        return Sync(self.cluster).run(self.step, itertools.repeat(jnp.int32(0)), steps=ROUNDS, name="run")
+
+
+@pytest.fixture
+def programs(tasks: Tasks) -> list[Program]:
+    made = [Program(worker) for worker in tasks.workers]
+    made[0].queue.enqueue_many(jnp.arange(COUNT))
+    return made
+
+
+def check(program: Program) -> None:
+    """Check that each element was used once."""
+    np.testing.assert_array_equal(program.seen.read(), np.ones(COUNT))
+    assert int(program.queue.size()) == 0
+
+
+def test_a_round_that_was_opened_before_a_return_is_not_done_after_it(
+    tasks: Tasks, programs: list[Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has the opening of round 1, and enters the gate when all have returned to the middle of round 0."""
+    gate, entered = tasks.worker.server.gate, itertools.count()
+    enter = gate.step
+    tasks.await_new_snapshot()
+
+    @contextmanager
+    def late(timeout_s: float) -> Iterator[None]:
+        if next(entered) == 1:
+            tasks.start_again(1)
+            until(lambda: tasks.worker.epoch == 1)
+        with enter(timeout_s):
+            yield
+
+    monkeypatch.setattr(gate, "step", late)
+    run = programs[0].run()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: [*run])
+        until(lambda: int(programs[0].seen.read().sum()) == 1)
+        tasks.await_new_snapshot()
+        monkeypatch.setattr(SnapshotSchedule, "is_due", lambda *_: False)
+        second = pool.submit(lambda: [*programs[1].run()])
+        for one in (first, second):
+            assert len(one.result(DEADLINE_S)) >= ROUNDS
+    check(programs[0])
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["undisturbed", "returns"])
+def test_a_worker_that_comes_back_to_an_open_round_takes_no_other_element(
+    tasks: Tasks, programs: list[Program], monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """The worker leaves after its step in round 0, before the other one has given a gradient."""
+    run = programs[0].run()
+    next(run)
+    run.close()
+    if is_lost:
+        tasks.await_new_snapshot()
+        monkeypatch.setattr(SnapshotSchedule, "is_due", lambda *_: False)
+        tasks.start_again(1)
+        until(lambda: tasks.worker.epoch == 1)
+    with ThreadPoolExecutor(2) as pool:
+        loops = [pool.submit(lambda program=program: [*program.run()]) for program in programs]  # type: ignore[misc]
+        counts = [len(loop.result(DEADLINE_S)) for loop in loops]
+    assert counts == [ROUNDS if is_lost else ROUNDS - 1, ROUNDS]
+    check(programs[0])
+
+
+def test_a_host_that_took_no_part_in_a_return_applies_updates_on_tasks_that_did(tasks: Tasks) -> None:
+    with tasks.worker.parameter_servers(), dflow.device("ps:0"):
+        weight = dflow.Variable(lambda: jnp.zeros(3), name="weight of ps:0")
+        optimizer = dflow.Optimizer(optax.sgd(1.0), [weight], name="sgd of ps:0")
+    tasks.await_new_snapshot()
+    tasks.start_again(0)
+    until(lambda: tasks.worker.epoch == 1)
+    step = dflow.jit(lambda _: optimizer.apply([-jnp.ones(3)]))
+    tasks.workers[1].close()
+    list(Sync(tasks.worker).run(step, jnp.int32, steps=2, name="after"))
+    hosts = [info.task for info in tasks.coordinator._state._directory.variables() if info.kind == "run"]
+    assert hosts == ["/job:ps/task:1"]
+    np.testing.assert_array_equal(weight.read(), np.full(3, 2.0))
