@@ -210,12 +210,3 @@ def test_tasks_that_run_their_plans_do_what_the_graph_means(graph: Graph, seed: 
         wanted, state = interpret(graph, inputs, state)
         assert_equal_values(cluster.run(inputs, seed + step), wanted)
         assert_equal_states(cluster.state(), state)
-
-
-@settings(max_examples=examples(6))
-@given(case=cases(devices=TASKS), seed=SEEDS)
-def test_tasks_do_what_a_traced_program_means(case: Case, seed: int) -> None:
-    cluster = Cluster(case.graph, case.state)
-    wanted, state = interpret(case.graph, case.inputs, case.state)
-    assert_equal_values(cluster.run(case.inputs, seed), wanted)
-    assert_equal_states(cluster.state(), state)

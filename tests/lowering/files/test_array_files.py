@@ -1,6 +1,5 @@
 """Folders of arrays: reading gives the written values, damage is found, and a folder is complete or absent."""
 
-import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -120,11 +119,6 @@ def test_arrays_of_any_names_stay_apart(tmp_path_factory: pytest.TempPathFactory
     write_arrays(path, arrays)
     assert {name: int(array[0]) for name, array in _read(path).items()} == {n: int(a[0]) for n, a in arrays.items()}
     assert os.listdir(path.parent) == ["c"]
-
-
-def test_metadata_comes_back(tmp_path: Path) -> None:
-    write_arrays(tmp_path / "c", {}, {"step": 3, "note": ["a", None]})
-    assert read_arrays(tmp_path / "c").metadata == {"step": 3, "note": ["a", None]}
 
 
 def test_parts_that_are_written_side_by_side_are_one_checkpoint(tmp_path: Path) -> None:
@@ -323,12 +317,6 @@ def test_a_reader_knows_that_the_folder_was_replaced(tmp_path: Path) -> None:
     assert not files.is_replaced()
     write_arrays(tmp_path / "c", {"x": 2}, overwrite=True)
     assert files.is_replaced()
-
-
-def test_the_manifest_is_json_that_says_where_each_array_is(tmp_path: Path) -> None:
-    write_arrays(tmp_path / "c", {"a/w": np.zeros((2, 3), np.float32)})
-    content = json.loads((tmp_path / "c" / MANIFEST).read_text())["content"]
-    assert content["arrays"] == {"a/w": {"path": "a/w", "type": "f32[2,3]"}}
 
 
 def test_a_prime_number_of_rows_is_cut_into_few_files(tmp_path: Path) -> None:

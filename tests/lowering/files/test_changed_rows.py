@@ -139,14 +139,6 @@ def test_few_bytes_are_written_for_a_large_table_of_which_few_rows_change(
     assert_same(new, {"table": value})
 
 
-def test_nothing_is_written_of_a_table_that_did_not_change(tmp_path: Path) -> None:
-    arrays = {"table": jnp.array(table())}
-    _, older = write(tmp_path / "1", arrays, None)
-    written, new = write(tmp_path / "2", arrays, older)
-    assert written == (0, table().nbytes)
-    assert_same(new, arrays)
-
-
 def test_a_table_is_written_whole_again_before_its_changes_in_all_exceed_its_size(tmp_path: Path) -> None:
     value, older, sizes = table(), None, []
     for number in range(13):
@@ -158,15 +150,6 @@ def test_a_table_is_written_whole_again_before_its_changes_in_all_exceed_its_siz
     assert sizes == [table().nbytes, *[10 * ROW_BYTES] * 5] * 2 + [table().nbytes]
 
 
-def test_changes_count_from_the_whole_version(tmp_path: Path) -> None:
-    value, older = table(), None
-    for number in range(8):
-        written, older = write(tmp_path / str(number), {"table": jnp.array(value)}, older)
-        assert_same(older, {"table": value})
-        assert written.written_bytes == (number * ROW_BYTES if number else table().nbytes)
-        value = changed(value, number)
-
-
 def test_a_table_of_which_many_rows_change_is_written_whole(tmp_path: Path) -> None:
     _, older = write(tmp_path / "1", {"table": jnp.array(table())}, None)
     for count, is_whole in ((14, False), (15, True)):
@@ -174,14 +157,6 @@ def test_a_table_of_which_many_rows_change_is_written_whole(tmp_path: Path) -> N
         written, new = write(tmp_path / f"{count}", {"table": jnp.array(value)}, older)
         assert written.written_bytes == (table().nbytes if is_whole else count * ROW_BYTES)
         assert_same(new, {"table": value})
-
-
-@pytest.mark.parametrize("other", [table((16, 64)), table((65, 16)), table().view(np.int32)])
-def test_a_table_of_another_type_is_written_whole(tmp_path: Path, other: npt.NDArray[Any]) -> None:
-    _, older = write(tmp_path / "1", {"table": jnp.array(other)}, None)
-    written, new = write(tmp_path / "2", {"table": jnp.array(table())}, older)
-    assert written == (table().nbytes, table().nbytes)
-    assert_same(new, {"table": table()})
 
 
 def test_a_variable_with_the_name_of_a_part_of_another_one(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_thread_that_renews_goes_on_after_a_failure_and_ends_with_the_lease(
 
 
 @pytest.mark.parametrize("content", [b"", b"no json", b"{}"])
-def test_what_is_no_lease_is_replaced(file: ObjectPath, content: bytes) -> None:
+def test_a_malformed_lease_is_replaced(file: ObjectPath, content: bytes) -> None:
     file.write(content)
     Lease.take(file, "first").release()
 

@@ -12,7 +12,7 @@ from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.prune import Prune
 from dflow.tracing.errors import VerifyError
 from dflow.tracing.ir.graph import Graph
-from dflow.tracing.syntax.text import parse, text
+from dflow.tracing.syntax.text import parse
 
 GRAPH = parse("""
 graph(%x: f32[]) {
@@ -56,7 +56,3 @@ def test_no_pass_is_blamed_for_a_graph_that_was_broken_before() -> None:
     with pytest.raises(VerifyError, match="used before it is defined") as caught:
         run_passes(Backwards()(GRAPH), [Prune()], check=True)
     assert not hasattr(caught.value, "__notes__")
-
-
-def test_nothing_is_verified_unless_asked() -> None:
-    assert text(run_passes(GRAPH, [Backwards(), Backwards()])) == text(GRAPH)

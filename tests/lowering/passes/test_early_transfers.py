@@ -15,7 +15,6 @@ from dflow.lowering.placement.work import Work
 from dflow.tracing.ir.graph import Graph, Node
 from dflow.tracing.syntax.text import parse
 from tests.effort import examples
-from tests.graphs_ import Case, cases
 from tests.lowering.meaning import DEVICES, PLACES, TASKS, WORKER, assert_same_meaning, chooser
 from tests.lowering.stateful_graphs import stateful_graphs
 
@@ -75,14 +74,6 @@ def test_state_is_touched_by_one_call() -> None:
 def test_any_graph_keeps_its_meaning_however_short_the_rest(graph: Graph, seed: int) -> None:
     with ANY_REST:
         assert_same_meaning(graph, lowered(graph), choose=chooser(seed))
-
-
-@settings(max_examples=examples(10), deadline=None)
-@given(cases(PLACES), st.integers(0, 2**16))
-def test_any_program_keeps_its_meaning_however_short_the_rest(case: Case, seed: int) -> None:
-    with ANY_REST:
-        made = lowered(case.graph)
-    assert_same_meaning(case.graph, made, case.inputs, case.state, chooser(seed))
 
 
 @settings(max_examples=examples(60), deadline=None)

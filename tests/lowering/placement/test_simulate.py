@@ -12,7 +12,7 @@ from tests.lowering.placement.slow_simulation import slow_simulation
 
 @settings(max_examples=examples(100), deadline=None)
 @given(problems(), st.data())
-def test_it_is_what_looking_at_everything_at_each_moment_gives(drawn: Problem, data: st.DataObject) -> None:
+def test_a_simulation_equals_the_direct_one(drawn: Problem, data: st.DataObject) -> None:
     assignment = data.draw(assignments(drawn))
     found, slow = simulate(drawn, assignment), slow_simulation(drawn, assignment)
     assert found.start_s == slow.start_s

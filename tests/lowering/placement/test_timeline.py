@@ -72,8 +72,3 @@ graph(%w: ref<f32[1000]> @CPU_0, %x: f32[1000] @CPU_0) {
     # The copy has not ended when the variable is written, so the old value stays beside the new one.
     written = program.replace("WRITE", write.replace("CPU_0", CPU_0))
     assert timeline(parse(written)).peak_bytes == {CPU_0: 12000, CPU_1: 4000}
-
-
-def test_an_empty_graph_takes_no_time() -> None:
-    nothing = timeline(parse("graph(%x: f32[]) {\n  return %x\n}"))
-    assert (nothing.end, nothing.peak_bytes) == ([], {})

@@ -17,7 +17,6 @@ from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.syntax.text import parse
 from tests.effort import examples
-from tests.graphs_ import Case, cases
 from tests.lowering.meaning import assert_equal_states, assert_equal_values
 from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
 from tests.reference.interpret import interpret
@@ -33,7 +32,7 @@ def run(pure: Discharged, graph: Graph, inputs: Sequence[Any], state: dict[str, 
 
 @settings(max_examples=examples(60))
 @given(graph=stateful_graphs(), compiled=st.booleans())
-def test_it_does_what_the_graph_means(graph: Graph, compiled: bool) -> None:
+def test_a_discharged_graph_does_what_the_graph_means(graph: Graph, compiled: bool) -> None:
     pure = discharge(graph)
     inputs, state = some_inputs(graph), some_state(graph)
     outputs, after = run(pure, graph, inputs, state, jax.jit(pure.fn) if compiled else pure.fn)
@@ -42,16 +41,6 @@ def test_it_does_what_the_graph_means(graph: Graph, compiled: bool) -> None:
     assert_equal_states(after, end)
     assert pure.written + pure.read == tuple(sorted(graph.refs, key=lambda ref: ref not in pure.written))
     assert pure.operands == graph.inputs[len(graph.refs) :]
-
-
-@settings(max_examples=examples(6))
-@given(case=cases())
-def test_it_does_what_a_traced_program_means(case: Case) -> None:
-    pure = discharge(case.graph)
-    outputs, after = run(pure, case.graph, case.inputs, case.state, jax.jit(pure.fn))
-    wanted, end = interpret(case.graph, case.inputs, case.state)
-    assert_equal_values(outputs, wanted)
-    assert_equal_states(after, end)
 
 
 def test_written_variables_come_first_each_group_in_the_order_of_the_graph() -> None:

@@ -132,7 +132,7 @@ class Own:
         ({1: 2, "1": 3}, "dict", "x"),
     ],
 )
-def test_what_only_the_code_knows_is_refused_with_its_path(value: Any, kind: str, path: str) -> None:
+def test_a_class_of_the_users_is_refused_with_its_path(value: Any, kind: str, path: str) -> None:
     if kind == "dict":  # JAX sorts keys, so it accepts such a dict only if it is ordered
         value = OrderedDict(value)
     with pytest.raises(UnknownNodeError) as caught:

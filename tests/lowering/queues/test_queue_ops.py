@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -16,11 +15,11 @@ from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.lowered import make_plans
-from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, UseResource
+from dflow.lowering.steps.plan import Call, Plan, UseResource
 from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.steps.step_events import ITEM_ENDED
 from dflow.lowering.steps.straight_line import run_of
-from dflow.tracing.errors import InternalError, StepCancelled
+from dflow.tracing.errors import StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, QueueType
@@ -65,29 +64,6 @@ def test_a_read_that_two_queues_wait_to_use_waits_for_neither() -> None:
     }""")
     reading = next(item for item in plan.items if isinstance(item, Call) and item.reads)
     assert (reading.takes, reading.after) == ((), ())
-
-
-def test_numbers_and_bodies_are_in_the_plan() -> None:
-    plan = plan_of("""graph(%q: queue<f32[]>, %i: i32[]) {
-     !%1: token = queue.enqueue(%q, 2.5:f32[])
-     !%2: f32[] = ctrl.cond(%i, %q) {
-        graph(%q: queue<f32[]>) {
-          return 1.0:f32[]
-        }
-        graph(%q: queue<f32[]>) {
-         !%1: f32[] = queue.dequeue(%q)
-          return %1
-        }
-      }
-      return %2
-    }""")
-    enqueue, branch = plan.items
-    assert isinstance(enqueue, UseResource)
-    assert isinstance(branch, Branch)
-    assert plan.scalars == (Scalar(enqueue.takes[0], "f32", np.float32(2.5).tobytes()),)
-    assert branch.after == (0,)
-    assert [len(body.items) for body in plan.bodies] == [0, 1]
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan) == plan
 
 
 def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
@@ -153,12 +129,6 @@ def test_an_interrupt_reaches_the_thread_that_brought_what_its_own_step_waited_f
     with pytest.raises(KeyboardInterrupt):
         executor(*arguments, recorder=recorder).start()
     assert [type(outcome) for outcome in outcomes] == [StepCancelled]
-
-
-def test_an_unknown_method_is_a_fault() -> None:
-    queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
-    with pytest.raises(InternalError, match="no queue does 'peek'"):
-        queue.start(ResourceOp("peek"), (), lambda results: None)
 
 
 def test_who_waits_for_what_cannot_be_made_of_the_elements_gets_the_error() -> None:

@@ -293,17 +293,6 @@ def test_results_are_freed_by_the_next_step_of_their_process_and_the_step_is_the
         applied.attempt(StepOfRun("run", 2))
 
 
-def test_a_step_that_ends_after_an_attempt_was_made_is_refused_too() -> None:
-    applied, queue = AppliedSteps(), Elements()
-    assert taken(applied.attempt(StepOfRun("run", 0), "a"), queue) == 0
-    late = applied.attempt(StepOfRun("run", 0), "b")
-    assert taken(applied.attempt(StepOfRun("run", 1), "a"), queue) == 1
-    with pytest.raises(StepEnded):
-        taken(late, queue)
-    with pytest.raises(StepEnded):
-        late.once(["w"], tuple, tuple)
-
-
 def test_a_copy_has_the_results() -> None:
     applied, queue = AppliedSteps(), Elements()
     step = StepOfRun("run", 1, 2)

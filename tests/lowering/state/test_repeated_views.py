@@ -44,7 +44,7 @@ def repeated_add(store: Store, keys: Sequence[str], program: Program | None = No
     keys=st.lists(st.sampled_from(NAMES), min_size=1, unique=True),
     actions=st.lists(st.sampled_from(["read", "add all", "add reversed", "add one", "write", "snapshot"]), max_size=20),
 )
-def test_they_equal_snapshots(keys: list[str], actions: list[str]) -> None:
+def test_repeated_views_equal_snapshots(keys: list[str], actions: list[str]) -> None:
     store = store_of()
     views = RepeatedViews(store, keys)
     do: dict[str, Callable[[], Any]] = {

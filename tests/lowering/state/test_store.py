@@ -130,17 +130,6 @@ def test_what_was_read_is_a_copy_and_the_variables_own_buffer_is_still_donated()
     assert not in_store(store, "w").is_deleted()
 
 
-def test_operands_and_variables_that_are_only_read_keep_their_buffers() -> None:
-    store = new_store(w=1, v=2)
-    program = lower_program(lambda w, v, x: [w + v + x], [F32] * 3, 1, 1).compile()
-    operand, read = jnp.full(3, 4, jnp.float32), in_store(store, "v")
-    for _ in range(2):
-        store.call(program, ["w"], ["v"], [operand])
-    assert store.read("w").tolist() == [13.0] * 3
-    assert not read.is_deleted()
-    assert operand.tolist() == [4.0] * 3
-
-
 def test_variables_that_got_one_value_have_a_buffer_each() -> None:
     store = new_store(w=0, v=0, u=5)
     spread = lower_program(lambda w, v, u: [u, u, u], [F32] * 3, 2, 1).compile()

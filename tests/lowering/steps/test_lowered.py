@@ -72,19 +72,6 @@ def test_a_plan_travels_as_data() -> None:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(part.plan), type=Plan) == part.plan
 
 
-def test_alone_there_is_one_plan_of_one_call() -> None:
-    lowered = plans("""
-graph(%w: ref<f32[]>, %unused: f32[], %x: f32[]) {
- !%w_1: f32[] = var.read(%w)
-  %1: f32[] = jax.mul(%x, %w_1)
- !%2: token = var.assign(%w, %1)
-  return %1
-}""")
-    assert list(lowered) == [WORKER]
-    call = Call(program=0, writes=("w!",), reads=(), takes=(1,), gives=(2,), asynchronous=True)
-    assert lowered[WORKER].plan == Plan(WORKER, 3, (call,), (0, 1), (2,), names=("%1 (xla.call)",))
-
-
 def test_a_caller_with_nothing_to_do_has_an_empty_plan() -> None:
     lowered = plans("""
 graph(%w: ref<f32[]> @/job:ps/task:0, %v: ref<f32[]> @/job:ps/task:1) {

@@ -15,7 +15,7 @@ RANGES = st.builds(lambda start, count: range(start, start + count), st.integers
 
 @settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.booleans(), RANGES) | st.integers(1, 12), max_size=30))
-def test_it_has_the_numbers_added_and_not_removed(operations: list[tuple[bool, range] | int]) -> None:
+def test_a_set_has_the_numbers_added_and_not_removed(operations: list[tuple[bool, range] | int]) -> None:
     found, expected = IndexSet(), set[int]()
     for operation in operations:
         if isinstance(operation, tuple):

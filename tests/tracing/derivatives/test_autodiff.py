@@ -37,7 +37,7 @@ def loss(w: Any, x: Any) -> Any:
     return jnp.sin(w * x).sum() + (w**2).sum()
 
 
-def test_with_respect_to_variables(w: Variable) -> None:
+def test_a_gradient_is_by_a_tree_of_variables(w: Variable) -> None:
     value, gradient = value_and_grad(lambda x: loss(w.read(), x), [w])(X)
     np.testing.assert_allclose(value, loss(W, X), rtol=1e-6)
     np.testing.assert_allclose(gradient[0], jax.grad(loss)(W, X), rtol=1e-6)
@@ -45,7 +45,7 @@ def test_with_respect_to_variables(w: Variable) -> None:
     np.testing.assert_allclose(structured["a"][0], jax.grad(loss)(W, X), rtol=1e-6)
 
 
-def test_with_respect_to_arguments(w: Variable) -> None:
+def test_a_gradient_is_by_the_arguments_of_argnums(w: Variable) -> None:
     def fn(x: Any, y: Any) -> Any:
         return loss(w.read(), x * y["k"])
 
@@ -59,7 +59,7 @@ def test_with_respect_to_arguments(w: Variable) -> None:
     np.testing.assert_allclose(grad(fn)(*arguments), jax.grad(pure)(*arguments))
 
 
-def test_with_respect_to_both_and_aux(w: Variable) -> None:
+def test_a_gradient_is_by_both_and_comes_with_the_aux_value(w: Variable) -> None:
     def fn(x: Any, *, scale: float) -> Any:
         return loss(w.read(), x) * scale, {"x": x + 1, "n": 3}
 
@@ -133,7 +133,7 @@ def test_a_named_value_is_differentiated(w: Variable) -> None:
     np.testing.assert_array_equal(grad(lambda x: (name(w.read(), "here") * x).sum(), w)(X), X)
 
 
-def test_what_cannot_be_differentiated_is_named(w: Variable, count: Variable) -> None:
+def test_arguments_and_results_without_a_gradient_are_refused(w: Variable, count: Variable) -> None:
     with pytest.raises(GraphTypeError, match=r"returned f32\[3\], not a real scalar(.|\n)*mean"):
         grad(lambda x: w.read() * x, w)(X)
     with pytest.raises(GraphTypeError, match="returned str, not a scalar"):
@@ -258,7 +258,7 @@ def test_a_variable_that_is_not_trained_has_no_gradient(w: Variable) -> None:
             take(W, X)
 
 
-def test_what_does_not_fit_a_derivative_is_named(w: Variable) -> None:
+def test_directions_and_cotangents_that_do_not_fit_are_refused(w: Variable) -> None:
     with pytest.raises(GraphTypeError, match=r"the structure of the directions: expected .*, got "):
         jvp(lambda: w.read(), variables=[w], directions=[X, X])  # noqa: PLW0108
     with pytest.raises(GraphTypeError, match=r"direction of variable 'w': expected f32\[3\], got f32\[2\]"):

@@ -135,7 +135,9 @@ PAIRS = [
 
 @pytest.mark.parametrize(("fn", "by_hand"), PAIRS, ids=[fn.__name__ for fn, _ in PAIRS])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_values_state_and_gradients(fn: Any, by_hand: Any, compiled: bool) -> None:
+def test_control_flow_over_state_equals_plain_jax_in_values_state_and_gradients(
+    fn: Any, by_hand: Any, compiled: bool
+) -> None:
     a, b = dflow.Variable(0.5, name="a"), dflow.Variable(-1.5, name="b")
     both = dflow.value_and_grad(lambda x: fn(a, b, x), [a, b], argnums=0)
     value, (by_variables, by_x) = (dflow.jit(both) if compiled else both)(X)
@@ -169,7 +171,7 @@ def test_the_condition_of_a_while_loop_may_not_write() -> None:
     assert f"test_discharge.py:{fn.__code__.co_firstlineno + 1}\n" in str(caught.value)
 
 
-def test_what_cannot_hold_state_is_named() -> None:
+def test_a_variable_inside_a_function_that_cannot_hold_state_is_refused() -> None:
     a = dflow.Variable(jnp.zeros(2), name="a")
 
     def fn(x: Any) -> Any:

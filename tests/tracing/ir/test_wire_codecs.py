@@ -114,7 +114,7 @@ def test_an_array_without_fractions_or_that_would_not_get_smaller_is_sent_as_it_
     assert {encoded_type(codec, ArrayType(jnp.dtype(dtype), shape)) for codec in codecs for dtype in dtypes} == {None}
 
 
-def test_the_sizes_of_what_is_sent() -> None:
+def test_each_codec_sends_its_number_of_bytes() -> None:
     wide = ArrayType(np.dtype(np.float32), (100, 10))
     sizes = {codec: made.size_bytes for codec in SMALLER if (made := encoded_type(codec, wide)) is not None}
     assert sizes == {"bfloat16": 2000, **dict.fromkeys(LARGEST, 1004)}

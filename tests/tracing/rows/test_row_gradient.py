@@ -36,7 +36,9 @@ LOOKUPS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("look_up", LOOKUPS.values(), ids=LOOKUPS)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_it_is_the_gradient(look_up: Callable[..., Any], compiled: bool, table: Variable, scale: Variable) -> None:
+def test_the_gradient_of_lookups_is_rows_and_equals_jaxs(
+    look_up: Callable[..., Any], compiled: bool, table: Variable, scale: Variable
+) -> None:
     def loss(t: Any, s: Any, i: Any) -> Any:
         return (jnp.sin(look_up(t, i)) * s).sum() + (look_up(t, i + 1) ** 2).sum()
 
@@ -106,7 +108,7 @@ def test_a_variable_with_a_gradient_function_has_a_dense_one() -> None:
     assert float(gradient.max()) == 1.0
 
 
-def test_arithmetic() -> None:
+def test_row_gradients_are_added_scaled_and_cast() -> None:
     gradient = RowGradient(jnp.array([1, 1]), jnp.ones((2, 2)), (3, 2))
     dense = gradient.dense()
     np.testing.assert_array_equal(dense, [[0, 0], [2, 2], [0, 0]])
@@ -119,7 +121,7 @@ def test_arithmetic() -> None:
     assert jax.tree.unflatten(tree, leaves).shape == (3, 2)
 
 
-def test_what_arithmetic_refuses() -> None:
+def test_arithmetic_of_row_gradients_refuses_other_shapes() -> None:
     gradient = RowGradient(jnp.array([1, 1]), jnp.ones((2, 2)), (3, 2))
     with pytest.raises(GraphTypeError, match=r"of \(3, 2\) was added to ArrayImpl(.|\n)*gradient.dense"):
         gradient + jnp.ones((3, 2))

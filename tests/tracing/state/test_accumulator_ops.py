@@ -84,7 +84,7 @@ def test_an_accumulator_type_is_read_back() -> None:
         ("%2: i32[2]", "%2: i32[3]", r"its results are f32\[\], i32\[3\]"),
     ],
 )
-def test_what_is_not_well_formed_is_said(old: str, new: str, message: str) -> None:
+def test_a_malformed_graph_is_refused_with_the_reason(old: str, new: str, message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         verify(parse(GRAPH.replace(old, new)))
 

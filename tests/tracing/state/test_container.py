@@ -95,7 +95,7 @@ def test_the_memory_of_a_value_is_free_after_a_reset() -> None:
     assert value() is None
 
 
-def test_generators_belong_too() -> None:
+def test_a_generator_belongs_to_its_container() -> None:
     with dflow.container("run1"):
         generator = dflow.Generator(0, name="noise")
     assert generator.name == "run1/noise"
@@ -104,7 +104,7 @@ def test_generators_belong_too() -> None:
         generator.split()
 
 
-def test_queues_belong_too_and_who_waits_is_told() -> None:
+def test_a_queue_belongs_to_its_container_and_a_reset_ends_its_waits() -> None:
     with dflow.container("run1"):
         queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.float32), name="q")
     assert (queue.name, dflow.containers()) == ("run1/q", ("run1",))

@@ -106,6 +106,6 @@ def test_a_queue_type_is_read_back() -> None:
         ),
     ],
 )
-def test_what_is_not_well_formed_is_said(graph: str, old: str, new: str, message: str) -> None:
+def test_a_malformed_graph_is_refused_with_the_reason(graph: str, old: str, new: str, message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         verify(parse(graph.replace(old, new)))

@@ -80,7 +80,7 @@ def test_a_tree_of_arrays_becomes_a_tree_of_named_variables() -> None:
     jax.tree.map(np.testing.assert_array_equal, read(made), {"dense": [jnp.ones(2), jnp.zeros(3)]})
 
 
-def test_an_initialiser_and_a_dtype() -> None:
+def test_an_initial_value_may_be_a_function_and_has_the_dtype() -> None:
     with a_home():
         made = Variable(lambda: jnp.ones(2), dtype=jnp.float16)
         near = Variable(0, near=made)

@@ -203,7 +203,7 @@ graph(%w: ref<f32[3]> @/job:ps/task:0, %x: f32[3]) {
 }"""
 
 
-def test_the_form_itself() -> None:
+def test_a_graph_is_printed_in_the_form_that_is_parsed() -> None:
     graph = parse(GOOD)
     assert text(graph) == GOOD
     assert [node.device for node in graph.nodes] == [None, None, "with-state"]
@@ -238,7 +238,7 @@ def test_comments_and_blanks_of_ones_own_are_skipped() -> None:
         ("%x: f32[3])", "%x: f32[3] = [1.0, 2.0, 3.0]:f32[3])", r"only a body inside a node may have inputs"),
     ],
 )
-def test_what_is_wrong_with_a_text_is_said_with_its_place(before: str, after: str, message: str | None) -> None:
+def test_a_malformed_text_is_refused_with_its_position(before: str, after: str, message: str | None) -> None:
     assert before in GOOD
     broken = GOOD.replace(before, after, 1)
     if message is None:
