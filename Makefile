@@ -72,7 +72,7 @@ layers: $(STAMP)  ## import-linter: imports between layers go one way
 pytest: $(STAMP)  ## the tests alone
 	$(PY) -m pytest $(IN_PROCESSES)
 
-nightly: $(STAMP)  ## run the random tests for MINUTES=60 in rounds of EFFORT=5 times the cases, each from a new SEED=
+nightly: $(STAMP)  ## run the long tests, and the random ones for MINUTES=60 in rounds of EFFORT=5 times the cases, each from a new SEED=
 	$(PY) -m tests.nightly --minutes $(MINUTES) --effort $(EFFORT) $(if $(SEED),--seed $(SEED)) -- $(IN_PROCESSES)
 
 fuzz: $(STAMP)  ## send FRAMES=1000000 malformed and hostile frames to a live ROLE=task or coordinator, from a new SEED=

@@ -14,7 +14,7 @@ import pytest
 
 from tests.effort import (
     DEFAULT_EXAMPLES,
-    FOR_LONG,
+    FOR_ALL,
     FOR_ONCE,
     HALF_VARIABLE,
     examples,
@@ -122,9 +122,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--update-golden rewrites files case by case: run it without -n, as `make golden` does")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that CI runs on the other Python, or not at all, in a run with few random cases."""
-    is_first, is_short = factor() >= FOR_ONCE, factor() < FOR_LONG
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `long` unless `-m` names them, and in a run with few random cases those of the other Python."""
+    is_without_long = "long" not in config.getoption("markexpr")
+    is_first, is_short = factor() >= FOR_ONCE, factor() < FOR_ALL
     is_divided = HALF_VARIABLE in os.environ
     outside = outside_the_half({item.nodeid: _group(item.nodeid) for item in items if not _runs_once(item)})
     for item in items:
@@ -132,8 +133,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             is_elsewhere = is_short and (is_divided and item.nodeid.startswith(ON_SECOND)) == is_first
         else:
             is_elsewhere = item.nodeid in outside
-        if is_elsewhere or (item.get_closest_marker("long") and is_short):
+        if is_elsewhere:
             item.add_marker(pytest.mark.skip(reason="a run with all cases does it"))
+        if is_without_long and item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="`make nightly` does it, and `pytest -m long`"))
 
 
 def _group(nodeid: str) -> str:

@@ -3,8 +3,8 @@
 Each test declares its number of cases in `make test`, and one factor multiplies all of them.
 
 `DFLOW_TEST_EFFORT` is the factor, a positive number such as `5` or `1/3`; 1 without it. `make nightly` uses a larger
-one, and CI smaller ones, which also leave out the tests marked `long`. The random cases of its second Python are a part
-of the first one's. Tests that are marked `once` run on one of the two.
+one, and CI smaller ones. The random cases of its second Python are a part of the first one's. Tests that are marked
+`once` run on one of the two. `make nightly` alone runs the tests marked `long`.
 
 `DFLOW_TEST_HALF` is 0 or 1: a half of the cases of each parametrised test, in some folders of the tests of each file.
 One Python of CI has one half, and the other Python the other; the commit decides which, so a few commits together have
@@ -20,8 +20,8 @@ from fractions import Fraction
 from importlib.metadata import version
 
 VARIABLE, HALF_VARIABLE = "DFLOW_TEST_EFFORT", "DFLOW_TEST_HALF"
-#: Least factor of a run that has the tests marked `long`, and of one that has those marked `once`.
-FOR_LONG, FOR_ONCE = Fraction(1, 2), Fraction(1, 6)
+#: Least factor of a run that has all tests on one Python, and of one that has those marked `once`.
+FOR_ALL, FOR_ONCE = Fraction(1, 2), Fraction(1, 6)
 #: Number of Hypothesis cases of a test that declares none.
 DEFAULT_EXAMPLES = 100
 

@@ -1,8 +1,9 @@
-"""`make nightly`: repeat the random tests for some minutes, each round with new cases.
+"""`make nightly`: run the tests marked `long`, and repeat the random tests for some minutes, each round with new cases.
 
-A round runs every random test with `--effort` times the cases of `make test`, drawn from the next seed. A round begins
-only if it would end in time when it takes as long as the longest round; the first one always runs. Options after `--`
-are pytest's, such as `-- -n 2` or `-- tests/lowering -x`.
+A run with `--seed`, which repeats a round, leaves out the former. A round runs every random test with `--effort` times
+the cases of `make test`, drawn from the next seed. A round begins only if it would end in time when it takes as long
+as the longest round; the first one always runs. Options after `--` are pytest's, such as `-- -n 2` or `--
+tests/lowering -x`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ def run(effort: int, seed: int, more: Sequence[str]) -> int:
     return subprocess.run(command(effort, seed, more), env=environment, check=False).returncode
 
 
+def run_long(more: Sequence[str]) -> int:
+    """Run the tests marked `long`; return pytest's exit status."""
+    print("== the tests marked `long`", flush=True)
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "long", *more], check=False).returncode
+
+
 def rounds(first: int, seconds: float, run: Callable[[int], int], clock: Callable[[], float]) -> dict[int, int]:
     """Run rounds from the seed `first` on; return their exit statuses by seed."""
     began, longest, statuses = clock(), 0.0, dict[int, int]()
@@ -57,6 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.effort < 1:
         parser.error(f"--effort is {given.effort}, not a positive whole number")
     first = secrets.randbelow(2**32) if given.seed is None else given.seed
+    long_status = run_long(given.more) if given.seed is None else 0
 
     def one(seed: int) -> int:
         print(f"== seed {seed}, {given.effort} times the cases", flush=True)
@@ -67,7 +75,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"{len(statuses)} rounds, from seed {first} to {max(statuses)}: {len(failed)} failed")
     for seed in failed:
         print(f"  to run it again: make nightly MINUTES=0 EFFORT={given.effort} SEED={seed}")
-    return int(bool(failed))
+    return int(bool(failed or long_status))
 
 
 if __name__ == "__main__":

@@ -45,3 +45,12 @@ def test_seeds_of_failed_rounds_are_told_and_the_others_run_all_the_same(
     assert (
         "2 rounds, from seed 12 to 13: 1 failed\n  to run it again: make nightly MINUTES=0 EFFORT=3 SEED=12\n" in told
     )
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_long_tests_come_first_and_their_failure_is_told(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(nightly, "run_long", lambda more: ran.append(more) or status)
+    monkeypatch.setattr(nightly, "rounds", lambda *_: ran.append("rounds") or {7: 0})
+    assert nightly.main(["--", "-n", "2"]) == status
+    assert ran == [["-n", "2"], "rounds"]

@@ -21,7 +21,7 @@ import pytest
 import dflow
 from dflow.state_backends import LOCAL
 from dflow.tracing.errors import VariableError
-from tests.effort import FOR_LONG, factor
+from tests.effort import FOR_ALL, factor
 
 # Each case compiles its functions again.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
@@ -38,7 +38,7 @@ FILES = (
 DEADLINE_S = 20.0
 
 #: A run with few cases has every third check.
-APART = 1 if factor() >= FOR_LONG else 3
+APART = 1 if factor() >= FOR_ALL else 3
 
 #: After these instructions CPython checks for signals.
 LOOKING = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
