@@ -39,7 +39,7 @@ from enum import Enum
 from functools import cache, cached_property
 from itertools import compress
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -358,10 +358,6 @@ def line_of_tracer(tracer: Any) -> Loc | None:
     return None if info is None else EquationOrigin(None, info).loc
 
 
-class HandleNeeded(BaseException):
-    """Raised at dispatch when a caller marked by `passes_handles` passes a variable itself instead of its handle."""
-
-
 def hides_frames(fn: F) -> F:
     """Decorate a function of the public API: its errors reach the user without the frames of JAX and of dflow."""
 
@@ -403,17 +399,8 @@ def _raised(error: Exception) -> None:
     raise error
 
 
-#: The code of functions that call compiled functions which take handles.
-_PASSING: set[CodeType] = set()
-
 #: The code of JAX's function that flattens results, to know their structure in later calls.
 _OF_RESULTS = jax_pxla.reflatten_outputs_for_dispatch.__code__
-
-
-def passes_handles(caller: F) -> F:
-    """Decorate a function that passes handles to compiled functions: passing a variable then raises HandleNeeded."""
-    _PASSING.add(caller.__code__)
-    return caller
 
 
 #: The code of JAX's function that looks at the results of a function it has traced.
@@ -484,15 +471,13 @@ def _trace_of_results(frame: FrameType | None) -> Any:
 def register_leaf(cls: type[Any]) -> None:
     """Make a class of resources a leaf of pytrees, whose value JAX reads when it is an operand.
 
-    The class has `aval`, `handle` and `read`. The rule for dispatch runs at each call of a compiled function, in the
-    frame of the caller. The caller gets the resource itself for a handle among the results.
+    The class has `aval`, `handle` and `read`. The rule for dispatch runs at each call of a function that JAX compiled;
+    the caller gets the resource itself for a handle among the results.
     """
 
     def dispatched(resource: Any) -> tuple[tuple[Any, ...], Handle | None]:
-        code = sys._getframe(1).f_code
-        if code in _PASSING:
-            raise HandleNeeded
-        return ((), resource.handle) if code is _OF_RESULTS else ((resource.read(),), None)
+        is_result = sys._getframe(1).f_code is _OF_RESULTS
+        return ((), resource.handle) if is_result else ((resource.read(),), None)
 
     def typed(resource: Any) -> Any:
         _look_at_returned(sys._getframe(2), resource.handle)
@@ -551,18 +536,15 @@ def register_missing(names: Iterable[str], refuse: Callable[[str, Any], NoReturn
 jax.tree_util.register_pytree_node(Handle, lambda handle: ((), handle), lambda handle, _: handle.variable)
 
 
-def forget_failed_dispatch(jitted: Any) -> None:
-    """Make calls of a `jax.jit` function fast again after one raised: JAX keeps to the slow path for its arguments.
-
-    The public `clear_cache` would drop the traces too.
-    """
-    jitted._clear_cache()
+#: What a call of a dispatcher returns for arguments that have no program.
+MISSED: Any = object()
 
 
 def dispatcher(jitted: Any, on_miss: Callable[..., Any]) -> Any:
     """Return a function that calls the compiled programs of the `jax.jit` function `jitted`, as fast as that does.
 
-    For arguments without a program it calls `on_miss`, which must return the result of `compiled_by_jax`, or raise.
+    For arguments without a program it calls `on_miss`, which returns the result of `compiled_by_jax`, or of `missed`;
+    for some, such as those of a program with callbacks, JAX has no fast path, and `on_miss` is called each time.
     As with `jax.jit`, all dispatchers of one Python function with the same options share programs.
     """
     info = jitted._jit_info
@@ -581,6 +563,11 @@ def dispatcher(jitted: Any, on_miss: Callable[..., Any]) -> Any:
 def compiled_by_jax(jitted: Any, args: Any, kwargs: Any) -> Any:
     """Have JAX compile and run a `jax.jit` function; return JAX's internal result, as `dispatcher` expects it."""
     return jitted._cache_miss(*args, **kwargs)
+
+
+def missed(result: Any = MISSED) -> tuple[Any, None, bool]:
+    """Return what `on_miss` returns to have the call return `result`, and JAX keep no program for its arguments."""
+    return result, None, True
 
 
 def jit_options(jitted: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from dflow.tracing.errors import NumberRangeError
-from dflow.tracing.jax_frontend import NARROW_ARGUMENTS, keeps_64_bits
+from dflow.tracing.jax_frontend import keeps_64_bits
 from dflow.tracing.source import at, caller, warn_at
 
 _NUMPY = (np.ndarray, np.generic)
@@ -35,12 +35,6 @@ class NumberRangeWarning(RuntimeWarning):
     """A float64 number is beyond float32 and becomes an infinity; the message has the number and its place."""
 
 
-def may_be_wide(args: Any, kwargs: Any) -> bool:
-    """Whether any leaf is a NumPy value of 64 bits. It runs at most calls, so it tests all classes together."""
-    leaves = jax.tree_util.tree_leaves((args, kwargs) if kwargs else args)
-    return not NARROW_ARGUMENTS.issuperset(map(type, leaves)) and any(map(_is_wide, leaves))
-
-
 def is_of_python(value: Any) -> bool:
     """Whether the value is a number of Python, or lists of them, which JAX converts to any dtype that holds them."""
     return all(type(leaf) in (bool, int, float, complex) for leaf in jax.tree_util.tree_leaves(value))
@@ -56,35 +50,36 @@ def check_number(value: Any, what: str) -> None:
     """
     if isinstance(value, list | tuple):
         _check_list(value, what)
-    elif _is_wide(value) and not keeps_64_bits():
+    elif is_wide(value) and not keeps_64_bits():
         _check(value, what)
 
 
 def check_numbers(values: Sequence[Any], names: Callable[[], Iterable[str]]) -> None:
     """Call `check_number` for each of the arrays and numbers; `names` returns their names in messages."""
-    if any(map(_is_wide, values)) and not keeps_64_bits():
+    if any(map(is_wide, values)) and not keeps_64_bits():
         for index, value in enumerate(values):
-            if _is_wide(value):
+            if is_wide(value):
                 _check(value, lambda: list(names())[index])  # noqa: B023
 
 
 def _check_list(value: Any, what: str) -> None:
     leaves = jax.tree_util.tree_leaves(value)
-    if any(map(_is_wide, leaves)) and not keeps_64_bits():
+    if any(map(is_wide, leaves)) and not keeps_64_bits():
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            if _is_wide(leaf):
+            if is_wide(leaf):
                 _check(leaf, what, tuple(getattr(key, "idx", key) for key in path))
 
 
 def refusal_of_integers(values: Sequence[Any], names: Callable[[], Iterable[str]]) -> NumberRangeError | None:
     """Return the error about the first integer of Python that `check_numbers` refuses, if there is one."""
     for index, value in enumerate(values):
-        if type(value) is int and _is_wide(value) and not keeps_64_bits():
+        if type(value) is int and is_wide(value) and not keeps_64_bits():
             return _of_integer(value, list(names())[index], "")
     return None
 
 
-def _is_wide(value: Any) -> bool:
+def is_wide(value: Any) -> bool:
+    """Whether the value is an integer of Python beyond 32 bits, or one or more 64-bit numbers of NumPy."""
     if type(value) is int:
         return not _OF_PYTHON.min <= value <= _OF_PYTHON.max
     return isinstance(value, _NUMPY) and value.dtype.itemsize >= _WIDE and value.dtype.kind in "iufc"

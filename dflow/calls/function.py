@@ -32,7 +32,6 @@ from dflow.calls.number_checks import run_checked
 from dflow.calls.planner import Planner, resources_in
 from dflow.calls.plans import CallPlan
 from dflow.calls.shared_traces import SharedTraces, may_share, shared_traces
-from dflow.calls.single_executable import NotEntered
 from dflow.calls.stages import TracedFunction
 from dflow.calls.static_arguments import static_arguments
 from dflow.calls.trace_log import TraceLog
@@ -42,31 +41,29 @@ from dflow.tracing.derivatives.discharge import State, evaluate
 from dflow.tracing.derivatives.one_device import on_one_device
 from dflow.tracing.errors import PlainJitError, VariableError
 from dflow.tracing.jax_frontend import (
+    MISSED,
     NARROW_ARGUMENTS,
-    HandleNeeded,
     call_staged,
     checked_numbers,
     closed_parts,
     closed_tracers,
     dispatcher,
-    forget_failed_dispatch,
     hide_frames,
     hides_frames,
     is_resource,
     is_staged,
     is_tracing,
     jit_disabled,
-    passes_handles,
     runs_plainly,
     touches_state,
 )
 from dflow.tracing.jaxprs.attributes import repr_of
 from dflow.tracing.jaxprs.leaks import watched_for_leaks
 from dflow.tracing.jaxprs.trace import argument_names
-from dflow.tracing.number_range import check_numbers, may_be_wide, refusal_of_integers
+from dflow.tracing.number_range import check_numbers, is_wide, refusal_of_integers
 from dflow.tracing.primitives.id_checks import failed_check
 from dflow.tracing.source import caller
-from dflow.tracing.state.resources import is_variable
+from dflow.tracing.state.resources import Variable, is_variable
 from dflow.tracing.state.variable_trees import handles
 
 P = ParamSpec("P")
@@ -94,43 +91,35 @@ class Function(Generic[P, R]):
         self._options = dict(options)
         self._jitted = jitted
         self._planner = self._new_planner()
+        self._static = self._planner.shared.static
         self._dispatch = self._new_dispatch()
         self._plans = self._planner.shared.plans
-        #: Whether any call had variables among its arguments.
-        self._takes_variables = False
         #: For methods, by the `id` of the instance: a weak reference to it, and its own function.
         self._methods: dict[int, tuple[weakref.ref[Any], OwnFunction]] = {}
 
-    @passes_handles
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function. Inside another trace, add it to that trace instead."""
         try:
+            given: Any = args
+            named: Any = kwargs
             for value in (*args, *kwargs.values()) if kwargs else args:
                 if type(value) not in NARROW_ARGUMENTS:
-                    self._check_arguments(args, kwargs)
+                    given, named = self._checked(args, kwargs)
                     break
             if not runs_plainly():
                 return self._called_otherwise(args, kwargs)
-            given, named = self._with_handles(args, kwargs) if self._takes_variables else (args, kwargs)
             plans = self._plans
             single = plans.single
-            result: R  # not `cast`, which is a Python call
+            result: Any = MISSED
             try:
                 if single is not None:
                     result = single.call(given, named)
-                    return result
-                if plans.is_empty:
+                elif plans.is_empty:
                     result = self._dispatch(*given, **named)
-                    return result
-            except HandleNeeded:
-                self._takes_variables = True
-                given, named = self._with_handles(args, kwargs)
-            except (NotEntered, PlainJitError):  # types not seen yet, or types with a plan of dflow's
-                forget_failed_dispatch(self._jitted if single is None else single.jitted)
             except (TypeError, ValueError) as error:
                 advise(error)
                 raise
-            return self._planned(given, named)
+            return self._planned(given, named) if result is MISSED else result
         except Exception as error:
             if (failed := failed_check(error)) is not None:
                 raise failed from None
@@ -174,7 +163,7 @@ class Function(Generic[P, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        if 0 in self._planner.shared.static.positions or not jax.tree_util.all_leaves([instance]):
+        if 0 in self._static.positions or not jax.tree_util.all_leaves([instance]):
             return MethodType(self, instance)
         # JAX cannot trace this instance as an argument, so each instance has its own traces, dropped with it.
         number = id(instance)
@@ -208,21 +197,26 @@ class Function(Generic[P, R]):
         log = TraceLog(getattr(self, "__name__", type(fn).__name__), code, caller())
         return SharedTraces(static_arguments(self._jitted), log)
 
-    def _check_arguments(self, args: Any, kwargs: Any) -> None:
-        """Raise InputError for integers of NumPy that JAX would change, and warn for such floats.
+    def _checked(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments for JAX, with handles in place of variables.
 
-        Raises VariableError for a static variable: JAX compares static arguments by `==`, which is by value.
+        Raises InputError for integers of NumPy that JAX would change, and warns for such floats. Raises VariableError
+        for a static variable: JAX compares static arguments by `==`, which is by value.
         """
-        static = self._planner.shared.static
+        static = self._static
         if static.positions or static.names:
             given = [*(args[place] for place in static.among(args)), *(kwargs.get(name) for name in static.names)]
-            if (variable := next(filter(is_variable, given), None)) is not None:
+            for variable in filter(is_variable, given):
                 raise VariableError(
                     f"variable {variable.name!r} is passed as a static argument of {self._planner.shared.log.name}",
                     "leave it out of static_argnums and static_argnames: a variable that is passed stays a variable",
                 )
-        if may_be_wide(args, kwargs):
+        leaves = jax.tree_util.tree_leaves((args, kwargs) if kwargs else args)
+        if NARROW_ARGUMENTS.issuperset(map(type, leaves)):
+            return args, kwargs
+        if any(map(is_wide, leaves)):
             check_numbers(*self._leaves_and_names(args, kwargs))
+        return self._with_handles(args, kwargs) if Variable in map(type, leaves) else (args, kwargs)
 
     def _refused_integer(self, args: Any, kwargs: Any) -> Exception | None:
         """Return the error about the argument, an integer of Python, that made JAX raise OverflowError."""
@@ -239,20 +233,19 @@ class Function(Generic[P, R]):
 
     def _leaves_and_names(self, args: Any, kwargs: Any) -> tuple[list[Any], Callable[[], list[str]]]:
         """Return the leaves of the arguments that are not static, and a function that returns their names."""
-        static = self._planner.shared.static
-        names = functools.partial(_titles, self.fn, args, kwargs, static.test_of(args))
-        return jax.tree_util.tree_leaves(static.split(args, kwargs)[:2]), names
+        names = functools.partial(_titles, self.fn, args, kwargs, self._static.test_of(args))
+        return jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2]), names
 
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
         if jit_disabled():
-            return cast(R, call_eagerly(self.fn, self._planner.shared.static, args, kwargs))
+            return cast(R, call_eagerly(self.fn, self._static, args, kwargs))
         if inlines_calls() and is_tracing():
             return self._inlined(args, kwargs)
         args, kwargs = self._with_handles(args, kwargs)
         if not is_tracing():
             return self._planned(args, kwargs)
-        stage, static = self._planner.trace(args, kwargs), self._planner.shared.static
-        leaves = jax.tree_util.tree_leaves(static.split(args, kwargs)[:2])
+        stage = self._planner.trace(args, kwargs)
+        leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
         try:
             return cast(R, call_staged(stage, leaves) if is_staged() else self._planner.jitted(*args, **kwargs))
         except NotImplementedError as error:
@@ -263,8 +256,7 @@ class Function(Generic[P, R]):
 
     def _inlined(self, args: Any, kwargs: Any) -> R:
         """Add the function's operations to the running trace, instead of a call with a separate trace."""
-        static = self._planner.shared.static
-        is_static = static.test_of(args)
+        is_static = self._static.test_of(args)
         given = [arg if is_static(place) else as_operands(arg) for place, arg in enumerate(args)]
         named = {name: arg if is_static(name) else as_operands(arg) for name, arg in kwargs.items()}
         with jax.named_scope(self._planner.shared.log.name):
@@ -272,10 +264,9 @@ class Function(Generic[P, R]):
 
     def _with_handles(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments for JAX, with handles in place of variables except in static arguments."""
-        static = self._planner.shared.static
-        if not static.positions and not static.names:
+        if not self._static.positions and not self._static.names:
             return handles(args), handles(kwargs) if kwargs else kwargs
-        is_static = static.test_of(args)
+        is_static = self._static.test_of(args)
         given = tuple(arg if is_static(place) else handles(arg) for place, arg in enumerate(args))
         return given, {name: arg if is_static(name) else handles(arg) for name, arg in kwargs.items()}
 

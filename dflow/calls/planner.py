@@ -26,7 +26,7 @@ from dflow.calls.advice import advise
 from dflow.calls.jit_options import constrained, refuse_state, refuse_types_alone, takes_constants
 from dflow.calls.plans import UNKNOWN, CallPlan
 from dflow.calls.shared_traces import SharedTraces
-from dflow.calls.single_executable import NotEntered, SingleExecutable, identity_of
+from dflow.calls.single_executable import SingleExecutable, identity_of
 from dflow.calls.trace_log import described
 from dflow.config import CONFIG
 from dflow.distributed.steps.step_gate import preparing
@@ -45,6 +45,7 @@ from dflow.tracing.jax_frontend import (
     compiled_by_jax,
     is_resource,
     is_tracing,
+    missed,
     names_the_dead,
     replayed,
     resources_returned,
@@ -163,18 +164,18 @@ class Planner:
     def missed(self, jitted: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Have JAX compile and run arguments new to `jitted`, and return what JAX's dispatch expects.
 
-        Raises NotEntered if a plan of dflow's, or the wrapper that returns handles, runs these arguments.
+        The call returns MISSED if a plan of dflow's, or the wrapper that returns handles, runs these arguments.
         """
         plan, _ = self.plan(args, kwargs)
         if plan is not None or jitted is not self.jitted:
-            raise NotEntered
+            return missed()
         result = compiled_by_jax(jitted, args, kwargs)
         self.shared.log.finish()
         return result
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan | None, list[Any]]:
         """Return the plan of a call, or None if JAX runs it; and the leaves of its traced arguments."""
-        key, leaves = self.shared.key_of(args, kwargs)
+        key, leaves = self.shared.static.key_of(args, kwargs)
         plan = self.shared.plans.get(key)
         if plan is UNKNOWN:
             # The preparation ends without the lock: it may wait for a pause, and that for a step of another thread.
@@ -194,7 +195,7 @@ class Planner:
         home = home_of(traced)
         if platforms is not None or not home.is_local:
             return home.lower(traced, check=CONFIG.check, observe=None).lower(platforms)
-        key, _ = self.shared.key_of(args, kwargs)
+        key, _ = self.shared.static.key_of(args, kwargs)
         with self.shared.one_thread():
             plan = self._plan_of(stage, traced, args, kwargs)
             # Not under the key of calls: their first call must still check its arguments.

@@ -15,13 +15,10 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, MethodType
 from typing import Any
 
-import jax
-import numpy as np
-
 from dflow.calls.plans import Plans
 from dflow.calls.static_arguments import StaticArguments
 from dflow.calls.trace_log import TraceLog
-from dflow.tracing.jax_frontend import Handle, abstract, jit_options, trace_context
+from dflow.tracing.jax_frontend import Handle, jit_options
 from dflow.tracing.jaxprs.reachable import reachable
 
 #: Longest wait for another thread's trace, in s. Then this thread traces too, since user code may wait for it.
@@ -50,12 +47,6 @@ class SharedTraces:
     has_state: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, list[Any]]:
-        """Return what a trace depends on (types, static arguments, JAX's settings), and the traced leaves."""
-        traced_args, traced_kwargs, static = self.static.split(args, kwargs)
-        leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
-        return (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context()), leaves
-
     def traced(self, closed: Any) -> None:
         """Keep the closed jaxpr of the newest trace in `log` findable, and the function with it."""
         self.programs.append(weakref.ref(closed))
@@ -80,15 +71,6 @@ class SharedTraces:
         finally:
             if is_acquired:
                 self._lock.release()
-
-
-def _type_key(leaf: Any) -> Any:
-    aval = getattr(leaf, "aval", None)
-    if aval is not None:
-        return aval
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype, leaf.shape
-    return abstract(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf)
 
 
 #: The functions that this process has traced and still has, by number, the most recently traced last.

@@ -3,8 +3,8 @@
 JAX's own dispatch, which is in C++, selects the program by argument types, flattens the arguments and builds the
 result. The values of the variables are passed as extra list arguments, which the store reuses between calls.
 
-Invariant: only `run` and `lower` compile a program, for a step known to have these argument types. Any other call
-with types that JAX has not compiled raises NotEntered.
+Invariant: only `run` and `lower` compile a program, for a step known to have these argument types. A call with types
+whose step is not known returns MISSED, and leaves the variables as they are.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 from jax import jit as jax_jit
@@ -28,12 +29,15 @@ from dflow.lowering.steps.local_step import LocalStep
 from dflow.lowering.steps.plan import Call
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.variable_key import shown
+from dflow.tracing.errors import InternalError
 from dflow.tracing.jax_frontend import (
+    MISSED,
+    compiled_by_jax,
     compiled_for,
-    forget_failed_dispatch,
+    dispatcher,
     is_resource,
     jit_options,
-    passes_handles,
+    missed,
     uninterrupted,
 )
 from dflow.tracing.state.variable_trees import handles
@@ -44,12 +48,8 @@ _OURS = 3
 _OUR_ARGUMENT = re.compile(r"argument _dflow_(\d)\[(\d+)\] of \S+")
 
 
-class NotEntered(BaseException):
-    """Raised in a trace for argument types whose step is not known yet."""
-
-
-class _Entering(threading.local):
-    """The step that this thread is compiling, if any."""
+class _Entered(threading.local):
+    """The step that this thread has JAX trace and compile, if any."""
 
     step: LocalStep | None = None
 
@@ -74,13 +74,15 @@ class SingleExecutable:
         #: Whether an argument was once on another device, so that calls now check each argument.
         self._looks = False
         self._static = static = static_arguments(function)
-        self._entering = entering = _Entering()
+        self._entered = entered = _Entered()
+        #: The steps that were compiled, by what their traces depend on.
+        self._known = known = WeakValueDictionary[Hashable, LocalStep]()
         #: Serializes compilation: two threads would otherwise compile the same program twice.
         self._one_compiles = threading.RLock()
 
         def traced(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if (step := entering.step) is None:
-                raise NotEntered
+            if (step := entered.step) is None:
+                raise InternalError(f"JAX traces {name} where no step of it is compiled")
             leaves = jax.tree_util.tree_leaves(handles(static.split(args, kwargs)[:2]))
             after, results = step.values(written, read, constants, leaves)
             return after, handles(jax.tree_util.tree_unflatten(step.traced.out_tree, results))
@@ -91,11 +93,22 @@ class SingleExecutable:
         options = _options(function, keeps=call.keeps)
         #: JAX's function of dflow's arguments and the user's.
         self.jitted: Any = jax_jit(traced, keep_unused=True, compiler_options=compiler_options, **options)
-        self._call = awaited(self.jitted) if call.keeps else self.jitted
+        jitted = self.jitted
 
-    @passes_handles
+        def on_miss(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if (step := entered.step) is None and (step := known.get(static.key_of(args, kwargs)[0])) is None:
+                return missed((written, MISSED))
+            before, entered.step = entered.step, step
+            try:
+                return compiled_by_jax(jitted, (written, read, constants, *args), kwargs)
+            finally:
+                entered.step = before
+
+        dispatch = dispatcher(jitted, on_miss)
+        self._call = awaited(dispatch) if call.keeps else dispatch
+
     def call(self, args: Any, kwargs: Any) -> Any:
-        """Run the step for these arguments. Raises NotEntered if none was entered for their types."""
+        """Run the step for these arguments. Returns MISSED if none was compiled for their types."""
         if self._looks:
             args, kwargs = self._brought(args, kwargs)
         call = partial(self._call, **kwargs) if kwargs else self._call
@@ -108,7 +121,6 @@ class SingleExecutable:
                 self._name_state(error)
                 raise
         self._looks = True
-        forget_failed_dispatch(self.jitted)
         return self.call(args, kwargs)
 
     def _name_state(self, error: ValueError) -> None:
@@ -127,23 +139,23 @@ class SingleExecutable:
 
         JAX distinguishes more than a plan's key does, such as the devices of the arguments.
         """
-        with suppress(NotEntered):
-            return self.call(args, kwargs)
+        if (result := self.call(args, kwargs)) is not MISSED:
+            return result
         args, kwargs = self._brought(args, kwargs)
-        forget_failed_dispatch(self.jitted)  # the dispatch that ended in NotEntered
-        with self._entered(step):
+        with self._compiling(step):
             # Compile before the call takes the store's lock, which would block other steps for as long.
             values = self._table.values_of(self._state)
             with self._one_compiles:
                 stage = self.jitted.trace(*values, self._constants, *args, **kwargs)
                 if _can_be_lowered(stage):
                     stage.lower().compile()
+            self._known[self._static.key_of(args, kwargs)[0]] = step
             return self.call(args, kwargs)
 
     def lower(self, step: LocalStep, args: Any, kwargs: Any) -> LoweredStep:
         """Return the program that calls with arguments of these types run, lowered."""
         args, kwargs = self._brought(args, kwargs)
-        with self._entered(step):
+        with self._compiling(step):
             stage = self.jitted.lower(*self._table.values_of(self._state), self._constants, *args, **kwargs)
         in_tree = jax.tree_util.tree_structure(self._static.split(args, kwargs)[:2])
         join = self._static.joined(args, kwargs)
@@ -173,15 +185,13 @@ class SingleExecutable:
         return call([], [], self._constants, *args)[1]
 
     @contextmanager
-    def _entered(self, step: LocalStep) -> Iterator[None]:
-        self._entering.step = step
+    def _compiling(self, step: LocalStep) -> Iterator[None]:
         try:
-            yield
+            with _compiling(self._entered, step):
+                yield
         except ValueError as error:
             self._name_state(error)
             raise
-        finally:
-            self._entering.step = None
 
     def _brought(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments on the step's device, if it has one."""
@@ -201,6 +211,15 @@ class SingleExecutable:
             return leaf
         is_elsewhere = leaf.committed and leaf.sharding.device_set != {self._device}
         return jax.device_put(leaf, self._device) if is_elsewhere else leaf
+
+
+@contextmanager
+def _compiling(entered: _Entered, step: LocalStep) -> Iterator[None]:
+    before, entered.step = entered.step, step
+    try:
+        yield
+    finally:
+        entered.step = before
 
 
 def identity_of(step: LocalStep, call: Call) -> tuple[Any, ...]:

@@ -1,15 +1,18 @@
-"""Static and traced arguments of a call, separated as by `jax.jit`.
+"""Static and traced arguments of a call, separated as by `jax.jit`, and the key of what a trace depends on.
 
 A parameter may be declared static by its position or by its name, and passed either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from dflow.tracing.jax_frontend import jit_options
+import jax
+import numpy as np
+
+from dflow.tracing.jax_frontend import abstract, jit_options, trace_context
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ class StaticArguments:
         static_kwargs = [(name, kwargs[name], type(kwargs[name])) for name in sorted(self.names & kwargs.keys())]
         return traced, traced_kwargs, (*static, *static_kwargs)
 
+    def key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, list[Any]]:
+        """Return what a trace depends on (types, static arguments, JAX's settings), and the traced leaves."""
+        traced_args, traced_kwargs, static = self.split(args, kwargs)
+        leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
+        return (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context()), leaves
+
     def joined(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -52,6 +61,15 @@ class StaticArguments:
             return tuple(fixed[i] if i in fixed else next(rest) for i in range(count)), traced_kwargs | fixed_kwargs
 
         return join
+
+
+def _type_key(leaf: Any) -> Any:
+    aval = getattr(leaf, "aval", None)
+    if aval is not None:
+        return aval
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype, leaf.shape
+    return abstract(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf)
 
 
 def static_arguments(jitted: Any) -> StaticArguments:

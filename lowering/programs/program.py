@@ -24,7 +24,7 @@ from dflow.lowering.values.kept_shardings import beside, is_spread, kept_shardin
 from dflow.lowering.values.wide_types import admit
 from dflow.tracing.ir.explicit_sharding import meshes_of, on_devices
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.jax_frontend import own_ir_context, passes_handles, uninterrupted, without_callers
+from dflow.tracing.jax_frontend import own_ir_context, uninterrupted, without_callers
 from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.state.variable_trees import handles
 
@@ -82,7 +82,6 @@ def _without_variables(call: Callable[..., Any], operands: Sequence[Any]) -> Any
 def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function that waits until its results are computed, and raises the error of a failed run."""
 
-    @passes_handles
     def run(*args: Any, **kwargs: Any) -> Any:
         results = call(*args, **kwargs)
         jax.block_until_ready(handles(results))

@@ -35,7 +35,6 @@ from dflow.lowering.state.held_value import HeldValue, StepState, within_the_ste
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
 from dflow.tracing.ir.row_marks import SUFFIX
-from dflow.tracing.jax_frontend import passes_handles
 
 Found = TypeVar("Found")
 
@@ -80,7 +79,6 @@ class VariableTable:
         """Return the method that runs a step that writes these variables."""
         return self.run if writes else self.run_reading
 
-    @passes_handles
     def run(self, step: StepState, call: Callable[..., Any], args: Iterable[Any]) -> Any:
         """Return the second result of `call(written, read, *args)`; commit the first, the list of the new values."""
         results: list[Any] = []
@@ -101,7 +99,6 @@ class VariableTable:
                     self._ended(step, has_failed=not results)
         return results[0][1]
 
-    @passes_handles
     def run_reading(self, step: StepState, call: Callable[..., Any], args: Iterable[Any]) -> Any:
         """As `run`, for a step that writes nothing. Calls by several threads do not wait for each other."""
         mark = object()

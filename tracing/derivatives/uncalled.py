@@ -11,7 +11,7 @@ import jax
 
 from dflow.tracing.errors import DflowError, GraphTypeError
 from dflow.tracing.jax_frontend import hides_frames, register_refused
-from dflow.tracing.number_range import check_numbers, may_be_wide
+from dflow.tracing.number_range import check_numbers, is_wide
 from dflow.tracing.path_names import leaf_names
 from dflow.tracing.primitives.id_checks import awaits_checks
 from dflow.tracing.source import at, caller
@@ -30,9 +30,9 @@ class Derivative:
     @hides_frames
     @awaits_checks
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if may_be_wide(args, kwargs):
+        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        if any(map(is_wide, leaves)):
             names = leaf_names(f"{self._title}: argument", args) + leaf_names(f"{self._title}: keyword", kwargs)
-            leaves = jax.tree_util.tree_leaves((args, kwargs))
             # A number of Python stays one in the function.
             check_numbers([None if isinstance(leaf, int) else leaf for leaf in leaves], lambda: names)
         return self._call(*args, **kwargs)
