@@ -16,21 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflow.tracing.errors import ConfigError
+import numpy as np
 
 #: Distinguishes the files of this process.
 _numbers = itertools.count()
-
-
-def check_installed() -> None:
-    """Raise ConfigError without tensorboardX."""
-    try:
-        import tensorboardX  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "dflow.loggers.TensorBoard: expected the package tensorboardX, which is not installed",
-            "pip install 'dflow[tensorboard]'",
-        ) from error
 
 
 class EventFile:
@@ -90,10 +79,11 @@ class EventFile:
 
     def image(self, step: int, time_s: float, name: str, image: Any) -> None:
         """Add an image of shape [height, width] or [height, width, channels]."""
+        image = np.asarray(image)
         self._add(time_s, step=step, summary=self._summary.image(name, image, dataformats="HWC"[: image.ndim]))
 
-    def graph(self, time_s: float, graph: bytes) -> None:
-        """Add a serialized GraphDef."""
+    def graph(self, step: int, time_s: float, graph: bytes) -> None:
+        """Add a serialized GraphDef, which has no step."""
         self._add(time_s, graph_def=graph)
 
     def session(self, hyperparameters: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import operator
 import sys
 import time
@@ -24,7 +25,7 @@ from dflow.distributed.training.step_report import scalars
 from dflow.loggers import writer_thread
 from dflow.loggers.writer_thread import WriterThread
 from dflow.tracing.devices.task_name import split_task_name
-from dflow.tracing.errors import TrainingError
+from dflow.tracing.errors import ConfigError, TrainingError
 from dflow.tracing.source import caller, warn_at
 from dflow.tracing.state.resources import is_variable
 from dflow.trainer.callbacks import Callback
@@ -158,6 +159,15 @@ class Logger(Callback):
             return
         self._queue(partial(write, self._checked_step(step), time.time(), *arguments))
         self._warn()
+
+    def _required(self, package: str, install: str) -> Any:
+        """Import an optional package. Raises ConfigError without it."""
+        try:
+            return importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(
+                f"{self._name}: expected the package {package}, which is not installed", f"pip install {install}"
+            ) from error
 
     def _check_period(self, name: str, steps: int | None) -> None:
         if steps is not None and steps < 1:

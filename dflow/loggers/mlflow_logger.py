@@ -9,7 +9,7 @@ from typing import Any
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.loggers.hyperparameters import checked
 from dflow.loggers.logger import Logger
-from dflow.tracing.errors import ConfigError, TrainingError
+from dflow.tracing.errors import TrainingError
 
 #: Characters that MLflow refuses in a metric's name.
 _ILLEGAL = re.compile(r"[^\w\-. /:]")
@@ -45,14 +45,7 @@ class MLflow(Logger):
             raise TrainingError(
                 f"{self._name}: run: expected a name without double quotes, got {run!r}", "give another name"
             )
-        try:
-            import mlflow
-            from mlflow import entities
-        except ImportError as error:
-            raise ConfigError(
-                f"{self._name}: expected the package mlflow, which is not installed", "pip install mlflow"
-            ) from error
-        self._mlflow, self._entities = mlflow, entities
+        self._mlflow, self._entities = self._required("mlflow", "mlflow"), self._required("mlflow.entities", "mlflow")
         self._uri, self._experiment, self._given = uri, experiment, run
         self._client: Any = None
         self._run_id = ""

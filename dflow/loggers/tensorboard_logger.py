@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.graphs.graph_view import GraphView
-from dflow.loggers.event_file import EventFile, check_installed
+from dflow.loggers.event_file import EventFile
 from dflow.loggers.graph_def import graph_def
 from dflow.loggers.hyperparameters import checked
 from dflow.loggers.logger import Logger, fixed
@@ -58,7 +58,7 @@ class TensorBoard(Logger):
         profile: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(os.fspath(folder), cluster, all_workers, every)
-        check_installed()
+        self._required("tensorboardX", "'dflow[tensorboard]'")
         self._given = Path(folder)
         self._check_period("histogram_every", histogram_every)
         self._histogram_every, self._histogram_step = histogram_every, 0
@@ -108,7 +108,7 @@ class TensorBoard(Logger):
 
     def text(self, step: int, name: str, text: str) -> None:
         """Write a text, which TensorBoard shows as Markdown."""
-        self._put(step, self._write_text, name, text)
+        self._put(step, self._add, EventFile.text, name, text)
 
     def image(self, step: int, name: str, image: Any) -> None:
         """Write an image: an array of shape [height, width] or [height, width, 1, 3 or 4].
@@ -121,7 +121,7 @@ class TensorBoard(Logger):
                 f"image {name}", f"image {name!r}: expected the shape [height, width, channels], got {[*shape]}"
             )
         else:
-            self._put(step, self._write_image, name, fixed(image))
+            self._put(step, self._add, EventFile.image, name, fixed(image))
 
     def graph(self, graph: GraphView) -> None:
         """Write a graph, `dflow.graph(step, *batch)`, for the tab GRAPHS, which shows one for each run."""
@@ -130,7 +130,7 @@ class TensorBoard(Logger):
                 f"{self._name}: graph: expected a dflow.GraphView, got {graph!r}", "give dflow.graph(step, *batch)"
             )
         if not self._is_silent:
-            self._put(0, self._write_graph, graph_def(graph.graph))
+            self._put(0, self._add, EventFile.graph, graph_def(graph.graph))
 
     @property
     def _folder(self) -> Path:
@@ -165,14 +165,8 @@ class TensorBoard(Logger):
         if finite.size:
             self._opened_file.histogram(step, time_s, name, finite, _BUCKETS)
 
-    def _write_text(self, step: int, time_s: float, name: str, text: str) -> None:
-        self._opened_file.text(step, time_s, name, text)
-
-    def _write_image(self, step: int, time_s: float, name: str, image: Any) -> None:
-        self._opened_file.image(step, time_s, name, np.asarray(image))
-
-    def _write_graph(self, step: int, time_s: float, graph: bytes) -> None:
-        self._opened_file.graph(time_s, graph)
+    def _add(self, step: int, time_s: float, write: Callable[..., None], *what: Any) -> None:
+        write(self._opened_file, step, time_s, *what)
 
     def _sync(self) -> None:
         if self._file is not None:
@@ -180,11 +174,9 @@ class TensorBoard(Logger):
 
     def _shut(self, failed: bool) -> None:
         self._end_profile()
-        file, self._file = self._file, None
-        if file is not None:
-            if self._hyperparameters:
-                file.session_end(failed)
-            file.close()
+        if self._file is not None and self._hyperparameters:
+            self._file.session_end(failed)
+        self._abandon()
 
     def _abandon(self) -> None:
         self._is_open = False

@@ -8,7 +8,6 @@ from typing import Any
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.loggers.hyperparameters import checked
 from dflow.loggers.logger import Logger, renamed
-from dflow.tracing.errors import ConfigError
 
 
 class WandB(Logger):
@@ -36,13 +35,8 @@ class WandB(Logger):
         **init: Any,
     ) -> None:
         super().__init__(project if run is None else f"{project}/{run}", cluster, all_workers, every)
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"{self._name}: expected the package wandb, which is not installed", "pip install wandb"
-            ) from error
-        self._wandb, self._init = wandb, {"project": project, "reinit": "create_new", **init}
+        self._wandb = self._required("wandb", "wandb")
+        self._init = {"project": project, "reinit": "create_new", **init}
         self._given = run
         self._run: Any = None
         self._hyperparameters = checked(self._name, hyperparameters)
