@@ -95,10 +95,6 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--days", type=at_least_one, default=3650, metavar="N", help="default: 3650")
 
 
-def _init(options: argparse.Namespace) -> None:
-    print(init_authority(options.directory, days=options.days))
-
-
 def _issue_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="the directory that `dflow certs init` wrote")
     parser.add_argument(
@@ -123,22 +119,25 @@ def _issue_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--days", type=at_least_one, default=365, metavar="N", help="default: 365")
 
 
-def _issue(options: argparse.Namespace) -> None:
-    print(issue_to(options.directory, options.names, options.hosts, days=options.days))
-
-
-def _secret_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="the file to make")
-
-
-def _secret(options: argparse.Namespace) -> None:
-    print(make_secret(options.file))
-
-
 _ACTIONS = (
-    Command("init", "make an authority that issues certificates", _init_options, _init),
-    Command("issue", "issue a certificate for a task, a job, the coordinator or a tool", _issue_options, _issue),
-    Command("secret", "write a shared secret to a file", _secret_options, _secret),
+    Command(
+        "init",
+        "make an authority that issues certificates",
+        _init_options,
+        lambda options: print(init_authority(options.directory, days=options.days)),
+    ),
+    Command(
+        "issue",
+        "issue a certificate for a task, a job, the coordinator or a tool",
+        _issue_options,
+        lambda options: print(issue_to(options.directory, options.names, options.hosts, days=options.days)),
+    ),
+    Command(
+        "secret",
+        "write a shared secret to a file",
+        lambda parser: parser.add_argument("file", type=Path, metavar="FILE", help="the file to make"),
+        lambda options: print(make_secret(options.file)),
+    ),
 )
 CERTS = Command(
     "certs",

@@ -12,9 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dflow.cli.status_view import ends_of_tasks, variables_total
+from dflow.cli.status_view import ends_of_tasks, time_and_metrics, variables_total
 from dflow.cli.tables import make_table, size_text
-from dflow.dashboard.looks import type_text
+from dflow.dashboard.looks import largest_first, type_text
 from dflow.dashboard.traffic import grouped_traffic
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.wire.messages.status import Status, WorkerProgress
@@ -54,9 +54,7 @@ def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
     for row in rows[:MOST_TASKS]:
         cells: list[RenderableType] = [short_task_name(row.task), row.joined, row.left, Text(row.why)]
         if row.is_newest and (worker := workers.get(row.task)) is not None:
-            metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
-            step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
-            cells += [_steps(worker, is_again=processes[row.task] > 1), step_time, Text(metrics)]
+            cells += [_steps(worker, is_again=processes[row.task] > 1), *time_and_metrics(worker)]
         table.add_row(*cells)
     if rest := Counter(row.why for row in rows[MOST_TASKS:]):
         table.add_row(f"{rest.total()} more", "", "", ", ".join(f"{n} {why}" for why, n in rest.most_common(3)))
@@ -70,17 +68,10 @@ def _steps(worker: WorkerProgress, *, is_again: bool) -> str:
 
 
 def _largest(status: Status) -> Iterator[Text]:
-    variables = sorted(status.variables, key=lambda info: (-info.size_bytes, info.name))
-    if variables:
-        yield _line(
-            "Variables",
-            variables_total(variables, status.snapshot),
-            [
-                f"{info.name} {type_text(info.dtype, info.shape) if info.kind == 'variable' else info.dtype} "
-                f"{size_text(info.size_bytes)} on {short_task_name(info.task)}"
-                for info in variables
-            ],
-        )
+    if variables := largest_first(status.variables):
+        named = (f"{one.name} {type_text(one)} {size_text(one.size_bytes)}" for one in variables)
+        rows = [f"{text} on {short_task_name(one.task)}" for text, one in zip(named, variables, strict=True)]
+        yield _line("Variables", variables_total(variables, status.snapshot), rows)
     edges = grouped_traffic(status.traffic)
     if edges:
         total = size_text(sum(row.size_bytes for row in edges))

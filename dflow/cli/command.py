@@ -26,7 +26,7 @@ class Command:
 
     name: str
     text: str
-    add_options: Callable[[argparse.ArgumentParser], None]
+    add_options: Callable[[argparse.ArgumentParser], object]
     run: Callable[[argparse.Namespace], int | None] | None = None
     more: str = "."
     epilog: str | None = None

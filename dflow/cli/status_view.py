@@ -21,14 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from dflow.cli.tables import launch_table, make_table, size_text, time_text
-from dflow.dashboard.looks import StepRate, steps_worked, type_text
+from dflow.dashboard.looks import StepRate, largest_first, steps_worked, type_text
 from dflow.dashboard.traffic import grouped_traffic, summed
 from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.steps.step_gate import PREPARES
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
-from dflow.distributed.wire.messages.status import PartCosts, SnapshotSize, Status, VariableInfo
+from dflow.distributed.wire.messages.status import PartCosts, SnapshotSize, Status, VariableInfo, WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 PLAIN_LINE_S = 2.0
@@ -103,9 +103,6 @@ class TerminalView:
         text.append_text(Text.from_ansi(line))
         self._live.console.print(text, soft_wrap=True)
 
-    def log_line(self, task: str, line: str) -> None:
-        """Do nothing: the display keeps no logs."""
-
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         text = NO_ANSWER
         if status is not None:
@@ -143,9 +140,6 @@ class PlainView:
     def show_line(self, task: str, line: str) -> None:
         self._print(f"[{task}] {line}")
 
-    def log_line(self, task: str, line: str) -> None:
-        """Do nothing: the display keeps no logs."""
-
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         if status is None:
             return
@@ -167,13 +161,13 @@ class PlainView:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class LoggedView:
+class LoggedView(LaunchView):
     """A view that also writes to the run's log files; the launcher's own lines go to `launcher.log`.
 
     If the display or the logs cannot be written, as on a full disk, the other continues, and so does the run.
     """
 
-    def __init__(self, view: LaunchView, logs: RunLogs) -> None:
+    def __init__(self, view: TerminalView | PlainView, logs: RunLogs) -> None:
         self._view = view
         self._logs = logs
         self._is_shown = True
@@ -292,11 +286,15 @@ def _steps_table(status: Status) -> Table:
     columns = ["worker", ">steps", *([">dropped"] if drops else []), ">step time", "metrics"]
     table = make_table(f"Steps: {status.steps_done} of {status.steps_total}", *columns)
     for worker in status.workers:
-        metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
-        step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
         counts = [str(worker.steps), *([str(worker.dropped)] if drops else [])]
-        table.add_row(short_task_name(worker.task), *counts, step_time, Text(metrics))
+        table.add_row(short_task_name(worker.task), *counts, *time_and_metrics(worker))
     return table
+
+
+def time_and_metrics(worker: WorkerProgress) -> tuple[str, Text]:
+    """Return the cells of a worker's step time and of its metrics."""
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
+    return f"{1000 * worker.step_s:.1f} ms" if worker.step_s else "", Text(metrics)
 
 
 def _not_finite_table(status: Status) -> Table:
@@ -318,9 +316,8 @@ def variables_total(variables: Sequence[VariableInfo], snapshot: SnapshotSize | 
 def _variables_table(variables: Sequence[VariableInfo], snapshot: SnapshotSize | None) -> Table:
     title = f"Variables: {variables_total(variables, snapshot)}"
     table = make_table(title, "variable", "type", ">size", "task")
-    for info in sorted(variables, key=lambda info: (-info.size_bytes, info.name)):
-        kind = Text(type_text(info.dtype, info.shape) if info.kind == "variable" else info.dtype)
-        table.add_row(Text(info.name), kind, size_text(info.size_bytes), short_task_name(info.task))
+    for info in largest_first(variables):
+        table.add_row(Text(info.name), Text(type_text(info)), size_text(info.size_bytes), short_task_name(info.task))
     return table
 
 

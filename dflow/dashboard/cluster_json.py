@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from dflow.dashboard.history import SeriesName, finite
-from dflow.dashboard.looks import Condition, Look, PartUse, condition, part_use, stragglers, type_text
+from dflow.dashboard.looks import Condition, Look, PartUse, condition, largest_first, part_use, stragglers, type_text
 from dflow.dashboard.observing import live_tasks
 from dflow.dashboard.traffic import grouped_traffic, recent_traffic
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
@@ -23,6 +23,9 @@ from dflow.distributed.wire.messages.status import Status, TaskHealth, WorkerPro
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 MOST_TASKS, MOST_EDGES, MOST_VARIABLES, MOST_QUEUES, MOST_METRICS = 1000, 100, 200, 20, 50
+#: What is not known of a task that does not answer, and what it used if that is not known.
+_LOAD = ("steps", "steps_per_s", "step_s", "parts", "parts_per_s", "running", "waiting", "held")
+_USE = ("processor", "messages_per_s", "bytes_per_s", "python_us", "xla_us", "wakeups", "missed")
 
 Data = dict[str, Any]
 
@@ -159,26 +162,28 @@ def _heard(status: Status, known: TaskHealth | None) -> Data:
 
 def _load(before: Look | None, now: Look, task: str) -> Data:
     state = now.states.get(task)
+    if state is None:
+        return {**dict.fromkeys((*_LOAD, *_USE)), "queues": [], "queues_left_out": 0}
     earlier = before.states.get(task) if before is not None else None
     took_s = now.at_s - before.at_s if before is not None else 0.0
-    fullest = sorted(state.depths, key=lambda depth: -depth.size)[:MOST_QUEUES] if state is not None else []
+    fullest = sorted(state.depths, key=lambda depth: -depth.size)[:MOST_QUEUES]
     return {
-        "steps": state.steps if state is not None else None,
+        "steps": state.steps,
         "steps_per_s": _rate(earlier, state, "steps", took_s),
-        "step_s": state.step_s or None if state is not None else None,
-        "parts": state.parts if state is not None else None,
+        "step_s": state.step_s or None,
+        "parts": state.parts,
         "parts_per_s": _rate(earlier, state, "parts", took_s),
-        "running": state.running if state is not None else None,
-        "waiting": state.waiting if state is not None else None,
-        "held": state.held if state is not None else None,
+        "running": state.running,
+        "waiting": state.waiting,
+        "held": state.held,
         "queues": [asdict(depth) for depth in fullest],
-        "queues_left_out": len(state.depths) - len(fullest) if state is not None else 0,
+        "queues_left_out": len(state.depths) - len(fullest),
         **_use(part_use(earlier, state), took_s),
     }
 
 
-def _rate(earlier: TaskState | None, state: TaskState | None, count: str, took_s: float) -> float | None:
-    if earlier is None or state is None or took_s <= 0:
+def _rate(earlier: TaskState | None, state: TaskState, count: str, took_s: float) -> float | None:
+    if earlier is None or took_s <= 0:
         return None
     return float(max(getattr(state, count) - getattr(earlier, count), 0) / took_s)
 
@@ -186,8 +191,7 @@ def _rate(earlier: TaskState | None, state: TaskState | None, count: str, took_s
 def _use(use: PartUse | None, took_s: float) -> Data:
     """Return what the task used: per s, and per part that ended."""
     if use is None or took_s <= 0:
-        names = ("processor", "messages_per_s", "bytes_per_s", "python_us", "xla_us", "wakeups", "missed")
-        return dict.fromkeys(names)
+        return dict.fromkeys(_USE)
     parts, used = use
     return {
         "processor": (used.python_s + used.other_s) / took_s,
@@ -242,11 +246,11 @@ def _edges(before: Look | None, now: Look) -> Data:
 
 
 def _variables(status: Status) -> Data:
-    largest = sorted(status.variables, key=lambda info: (-info.size_bytes, info.name))
+    largest = largest_first(status.variables)
     shown = [
         {
             "name": info.name,
-            "type": type_text(info.dtype, info.shape) if info.kind == "variable" else info.dtype,
+            "type": type_text(info),
             "size_bytes": info.size_bytes,
             "task": short_task_name(info.task),
             "kind": info.kind,

@@ -21,7 +21,7 @@ from msgspec.structs import astuple, replace
 from dflow.dashboard.observing import ClusterObserver, live_tasks
 from dflow.distributed.wire.messages.observing import GetTaskState, TaskState, TaskUsage
 from dflow.distributed.wire.messages.roster import TaskInfo
-from dflow.distributed.wire.messages.status import Status, TaskHealth
+from dflow.distributed.wire.messages.status import Status, TaskHealth, VariableInfo
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DflowError
 
@@ -162,8 +162,15 @@ class StepRate:
         return (counted - before) / (now_s - then_s) if now_s > then_s else 0.0
 
 
-def type_text(dtype: str, shape: Sequence[int]) -> str:
-    """Return the short form of an array's type, such as `f32[3,3,1,16]`."""
-    word = dtype.rstrip("0123456789")
-    short = _LETTER[word] + dtype[len(word) :] if word in _LETTER else dtype
-    return f"{short}[{','.join(map(str, shape))}]"
+def largest_first(variables: Sequence[VariableInfo]) -> list[VariableInfo]:
+    """Return the variables by their size."""
+    return sorted(variables, key=lambda info: (-info.size_bytes, info.name))
+
+
+def type_text(info: VariableInfo) -> str:
+    """Return the short form of a variable's type, such as `f32[3,3,1,16]`; that of a queue is told as it is."""
+    if info.kind != "variable":
+        return info.dtype
+    word = info.dtype.rstrip("0123456789")
+    short = _LETTER[word] + info.dtype[len(word) :] if word in _LETTER else info.dtype
+    return f"{short}[{','.join(map(str, info.shape))}]"

@@ -71,7 +71,7 @@ class Streams:
         try:
             await self._serve(send, gone)
         except TimeoutError:
-            _abort(scope)  # the page does not read, so what is written never leaves
+            scope["state"][ABORT]()  # the page does not read, so what is written never leaves
         except OSError:
             pass  # the page is gone
         finally:
@@ -113,12 +113,6 @@ class Streams:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def _abort(scope: Scope) -> None:
-    abort = scope.get("state", {}).get(ABORT)
-    if abort is not None:
-        abort()
 
 
 async def _until_gone(receive: Receive) -> None:

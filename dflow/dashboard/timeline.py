@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflow.dashboard.item_times import item_times
 from dflow.dashboard.observing import trace
+from dflow.distributed.observe.spans import spans
 from dflow.distributed.observe.tracer import Trace
 from dflow.distributed.transport.base import Transport
-from dflow.tracing.devices.task_name import short_task_name
+from dflow.lowering.steps.step_events import PART_BEGAN, STEP_BEGAN, Event
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DflowError
 
 #: Most steps of a trace, and longest wait for them in s.
@@ -112,3 +114,40 @@ def _tables(found: Trace) -> Data:
     ]
     items = [{**asdict(row), "task": short_task_name(row.task)} for row in item_times(found.events)]
     return {"took": took[:MOST_ROWS], "messages": messages[:MOST_ROWS], "items": items[:MOST_ROWS]}
+
+
+@dataclass(frozen=True)
+class ItemTime:
+    """Time of one item of a plan at a task, in the steps that have it.
+
+    `line`      the user's line with the file's path, or empty
+    `kind`      Call for an XLA program, which may hold ops of further lines, and whose time ends when its results are
+                computed; Send; Recv, whose time is a wait; and so on
+    `per_step`  number of runs in a step
+    `mean_us`   mean time in a step, of all its runs, in us
+    """
+
+    task: str
+    line: str
+    name: str
+    kind: str
+    per_step: float
+    mean_us: float
+
+
+def item_times(events: Mapping[str, Sequence[Event]]) -> list[ItemTime]:
+    """Return the time of each item of a plan by task, the longest first."""
+    total_ns: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
+    runs: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
+    steps: defaultdict[tuple[str, str, str, str], set[tuple[str, int]]] = defaultdict(set)
+    for task, own in events.items():
+        for span in spans(own):
+            began, ended = span.began, span.computed or span.ended
+            if ended is None or began.what in (STEP_BEGAN, PART_BEGAN):
+                continue
+            key = task, began.line, began.name, began.kind
+            total_ns[key] += max(ended.at_ns - began.at_ns, 0)
+            runs[key] += 1
+            steps[key].add((began.origin, began.step))
+    found = [ItemTime(*key, runs[key] / len(steps[key]), total_ns[key] / 1e3 / len(steps[key])) for key in total_ns]
+    return sorted(found, key=lambda item: (split_task_name(item.task), -item.mean_us))

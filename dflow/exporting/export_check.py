@@ -5,7 +5,6 @@ Why: a directory may come from anywhere. Invariant: functions made of a manifest
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import namedtuple
 from collections.abc import Collection, Iterator, Sequence
@@ -16,11 +15,11 @@ import jax
 from dflow.exporting.export_manifest import (
     ExportManifest,
     FunctionSignature,
-    Parameter,
     PartEntry,
     arguments_of,
     signature_refusal,
 )
+from dflow.exporting.exported_call import python_signature
 from dflow.lowering.programs.portable_tree import (
     Dict,
     Held,
@@ -39,17 +38,6 @@ _IDS = re.compile(r"[iu]\d+\[\]")
 
 #: Most levels of a tree.
 _MOST_DEPTH = 64
-
-_KINDS = {
-    "position": inspect.Parameter.POSITIONAL_ONLY,
-    "either": inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    "name": inspect.Parameter.KEYWORD_ONLY,
-}
-
-
-def python_signature(parameters: list[Parameter]) -> inspect.Signature:
-    """Return the parameters as a Python signature. Raises ValueError if no function can have them."""
-    return inspect.Signature([inspect.Parameter(one.name, _KINDS[one.by]) for one in parameters])
 
 
 def check_manifest(manifest: ExportManifest) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ import msgspec
 from dflow import __version__
 from dflow.exporting.export_check import check_manifest
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature
-from dflow.lowering.files.array_files import fill_folder, make_places, read_arrays, write_manifest, write_parts
+from dflow.lowering.files.array_files import fill_folder, make_places, read_arrays, write_manifest
 from dflow.lowering.files.array_manifest import MANIFEST as ARRAYS_MANIFEST
-from dflow.lowering.files.atomic_directory import present, whole_folder
+from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.files.regular_file import LinkError, read_regular, reading_remedy, refuse_links, remedy_of
 from dflow.tracing.errors import CheckpointError, ExportError
 from dflow.tracing.ir.types import ArrayType
@@ -52,26 +51,13 @@ class _Form(msgspec.Struct, frozen=True):
     dflow: str = "unknown"
 
 
-def opened(path: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
-    """Return the context of a folder to write an export into, which replaces `path` at its end.
-
-    Raises CheckpointExists if `path` exists and must not be replaced.
-    """
-    return whole_folder(path, marker=MANIFEST, overwrite=overwrite)
-
-
 def begin(folder: Path, programs: Mapping[str, bytes], variables: Iterable[str]) -> dict[str, str]:
-    """Write the programs of an export; return the places of its variables, for `write_variables`."""
+    """Write the programs of an export; return the places of its variables, for `write_parts`."""
     (folder / PROGRAMS).mkdir()
     for name, content in programs.items():
         (folder / PROGRAMS / name).write_bytes(content)
     (folder / VARIABLES).mkdir()
     return make_places(folder / VARIABLES, variables)
-
-
-def write_variables(folder: Path, variables: Mapping[str, Any], places: Mapping[str, str]) -> None:
-    """Write this process's part of the variables of an export, as `write_parts` does."""
-    write_parts(folder / VARIABLES, variables, places)
 
 
 def finish(

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dflow.distributed.collectives.process_group import ProcessGroup
-from dflow.exporting.export_format import begin, finish, opened, write_variables
+from dflow.exporting.export_format import MANIFEST, VARIABLES, begin, finish
 from dflow.exporting.export_manifest import ExportManifest
-from dflow.lowering.files.array_files import divided
+from dflow.lowering.files.array_files import divided, write_parts
+from dflow.lowering.files.atomic_directory import whole_folder
 from dflow.lowering.files.object_path import ObjectPath, Place
 from dflow.lowering.files.whole_arrays import whole_here
 from dflow.state_backends import by_backend
@@ -38,17 +39,21 @@ class ExportContent:
         """Write the directory; `origins` are variables that others stand for, whose processes have them together."""
         group = group_of((*self.variables.values(), *origins))
         what = f"the export to {str(place)!r}"
-        folder = opened(place, overwrite=overwrite)
+        folder = whole_folder(place, marker=MANIFEST, overwrite=overwrite)
         if group is not None and any(map(is_divided, self.variables.values())):
             values = self._values(group)
-            save_together(group, what, channel_of(what), folder, self._begin, _writer(values), self._finish)
+
+            def write(path: Place, places: Mapping[str, str]) -> None:
+                write_parts(path / VARIABLES, values, places)
+
+            save_together(group, what, channel_of(what), folder, self._begin, write, self._finish)
         else:
 
             def write_alone() -> None:
                 values = self._values(None)
                 with folder as path:
                     places = self._begin(path)
-                    _writer(values)(path, places)
+                    write_parts(path / VARIABLES, values, places)
                     self._finish(path, places)
 
             with saved_once(group, what) as save_by:
@@ -106,10 +111,6 @@ def _refuse_divided(array: str, variables: Iterable[Variable]) -> None:
             f"array {array!r}: expected shards that each process has whole, got parts of {variable.name!r}",
             "leave shards out, or make it a dflow.Variable: the mesh divides it",
         )
-
-
-def _writer(values: Mapping[str, Any]) -> Any:
-    return lambda folder, places: write_variables(_local(folder), values, places)
 
 
 def _local(folder: Place) -> Path:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.exporting.export_manifest import and_list, arguments_of
+from dflow.exporting.exported_call import result_leaves
 from dflow.exporting.loader import Loaded
-from dflow.lowering.programs.portable_tree import build, flatten, leaves_of, parts_of_type, plain
+from dflow.lowering.programs.portable_tree import build, leaves_of, parts_of_type, plain
 from dflow.tracing.errors import ConfigError, ExportError
 from dflow.tracing.ir.types import ArrayType, array_type_of, parse_dtype
 
@@ -102,7 +103,7 @@ def compile_module(
     def run(*arrays: Any) -> list[Any]:
         args, kwargs = build(plain(arguments_of(signature.parameters)), iter(arrays))
         results, *_ = program.call(state, constants, *args, **kwargs)
-        return flatten(plain(signature.result), results, "result")
+        return result_leaves(signature, results)
 
     jitted = jax.jit(run)
     made = jax.export.export(jitted, platforms=["cpu"])(*(type.struct for _, type in inputs))

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from dflow.calls.function import Function, jit
+from dflow.calls.function import Function
 from dflow.distributed.training.applying import refuse_own_training
-from dflow.exporting.export_check import check_program, python_signature
+from dflow.exporting.export_check import check_program
 from dflow.exporting.export_format import (
     CONSTANTS,
     PROGRAMS,
@@ -37,6 +37,7 @@ from dflow.exporting.export_manifest import (
     signature_text,
     wide_arrays,
 )
+from dflow.exporting.exported_call import compiled, python_signature, result_of
 from dflow.exporting.exporter import SavableFunctions
 from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.programs.foreign_program import RefusedCall, bytecode_reader, read_program
@@ -208,7 +209,7 @@ def _function(
 ) -> Function[..., Any]:
     parameters = signature.parameters
     positional = [parameter for parameter in parameters if parameter.by != "name"]
-    arguments, result = plain(arguments_of(parameters)), plain(signature.result)
+    arguments = plain(arguments_of(parameters))
     python = python_signature(parameters)
     given = {key: constants[stored] for key, stored in signature.constants.items()}
 
@@ -234,14 +235,9 @@ def _function(
                 results = _after_checks(signature, outside, results)
         for key in signature.writes:
             variables[key].assign(after[key])
-        return build(signature.result, iter(flatten(result, results, "result")), variables)
+        return result_of(signature, results, variables)
 
-    run.__name__ = run.__qualname__ = name
-    run.__doc__ = signature_text(name, signature)
-    run.__signature__ = python  # type: ignore[attr-defined]
-    donated = [index for index, parameter in enumerate(positional) if parameter.donated]
-    named = [parameter.name for parameter in parameters if parameter.by == "name" and parameter.donated]
-    return jit(run, donate_argnums=donated, donate_argnames=named)
+    return compiled(name, signature, run)
 
 
 def _after_checks(signature: FunctionSignature, outside: Sequence[Mapping[str, Any]], values: Any) -> Any:

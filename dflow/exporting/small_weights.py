@@ -8,7 +8,7 @@ made smaller; a report names the others. Invariant: the program reads the new va
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from dflow.calls.function import jit
-from dflow.exporting.export_check import python_signature
-from dflow.exporting.export_manifest import FunctionSignature, arguments_of
+from dflow.exporting.export_manifest import arguments_of
 from dflow.exporting.export_trace import Options, TracedExport, make
+from dflow.exporting.exported_call import compiled, program_arguments, result_leaves, result_of
 from dflow.lowering.files.whole_arrays import whole_here
 from dflow.lowering.local import LocalHome
-from dflow.lowering.programs.portable_tree import Held, Tree, build, flatten, parts_of, plain
+from dflow.lowering.programs.portable_tree import Held, Tree, build, parts_of
 from dflow.tracing.errors import ExportError
 from dflow.tracing.rows.scaled_rows import ScaledRows
 from dflow.tracing.state.container import outside_containers
@@ -60,20 +59,16 @@ def with_small_weights(made: Mapping[str, TracedExport], form: WeightForm, optio
     taken = {name for one in made.values() for name in one.variables}
     # Their own home: on a cluster a name is one variable, so a second export would get the values of the first.
     with home(LocalHome()), outside_containers():
-        smaller = {variable: _made_smaller(variable, form, taken) for variable in _eligible(made.values(), form)}
+        kept = kept_as_they_are(made.values(), form)
+        read = dict.fromkeys(variable for one in made.values() for variable in one.pure.variables)
+        smaller = {one: _made_smaller(one, form, taken) for one in read if one.name not in kept}
     if not smaller:
         raise ExportError(
             f"weights={form!r}: expected a floating-point variable of two dimensions or more that no function writes, "
-            f"got {_by_reason(kept_as_they_are(made.values(), form)) or 'none'}",
+            f"got {_by_reason(kept) or 'none'}",
             "leave weights out, or export the functions that write variables separately",
         )
     return {name: _over(name, one, smaller, options) for name, one in made.items()}
-
-
-def _eligible(functions: Iterable[TracedExport], form: WeightForm) -> list[Variable]:
-    every = list(functions)
-    kept = kept_as_they_are(every, form)
-    return [*{variable: None for one in every for variable in one.pure.variables if variable.name not in kept}]
 
 
 def kept_as_they_are(functions: Iterable[TracedExport], form: WeightForm) -> dict[str, str]:
@@ -141,35 +136,19 @@ def _made_smaller(variable: Variable, form: WeightForm, taken: set[str]) -> Smal
 def _over(name: str, one: TracedExport, smaller: Mapping[Variable, SmallWeight], options: Options) -> TracedExport:
     """Return the function, traced again over the smaller variables."""
     signature, pure = one.signature, one.pure
-    parameters, python = signature.parameters, python_signature(signature.parameters)
-    positional = [parameter for parameter in parameters if parameter.by != "name"]
     readers = {variable.name: smaller.get(variable, variable) for variable in pure.variables}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = python.bind(*args, **kwargs).arguments
-        leaves = [leaf for each in parameters for leaf in flatten(each.tree, given[each.name], each.name)]
-        plain_args, plain_kwargs = build(plain(arguments_of(parameters)), iter(leaves))
+        plain_args, plain_kwargs = program_arguments(signature, args, kwargs)
         values = {key: held.read() for key, held in readers.items()}
         results, after = pure(values, pure.constants, *plain_args, **plain_kwargs)
         for variable in pure.written:
             variable.assign(after[variable.name])
-        return build(signature.result, iter(flatten(plain(signature.result), results, "result")), one.variables)
+        return result_of(signature, results, one.variables)
 
-    run.__name__ = run.__qualname__ = name
-    run.__signature__ = python  # type: ignore[attr-defined]
-    function = jit(
-        run,
-        donate_argnums=[index for index, parameter in enumerate(positional) if parameter.donated],
-        donate_argnames=[parameter.name for parameter in parameters if parameter.by == "name" and parameter.donated],
-    )
-    args, named = build(arguments_of(parameters), (type.strong.struct for type in pure.types))
-    again = make(name, function, args, named, options, pure.constants)
-    return _with_fixed(again, signature)
-
-
-def _with_fixed(again: TracedExport, before: FunctionSignature) -> TracedExport:
-    signature = msgspec.structs.replace(again.signature, fixed=before.fixed)
-    return TracedExport(signature, again.pure, again.program, again.content, again.variables)
+    args, named = build(arguments_of(signature.parameters), (type.strong.struct for type in pure.types))
+    again = make(name, compiled(name, signature, run), args, named, options, pure.constants)
+    return replace(again, signature=msgspec.structs.replace(again.signature, fixed=signature.fixed))
 
 
 @dataclass(frozen=True)
@@ -214,12 +193,10 @@ def size_of(variables: Iterable[Variable]) -> int:
 
 def results_of(one: TracedExport, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arrays that a function gives for these arguments, without changing its variables."""
-    given = python_signature(one.signature.parameters).bind(*args, **kwargs).arguments
-    leaves = [leaf for each in one.signature.parameters for leaf in flatten(each.tree, given[each.name], each.name)]
-    plain_args, plain_kwargs = build(plain(arguments_of(one.signature.parameters)), map(jnp.asarray, leaves))
+    plain_args, plain_kwargs = jax.tree_util.tree_map(jnp.asarray, program_arguments(one.signature, args, kwargs))
     values = {variable.name: variable.read() for variable in one.pure.variables}
     results, *_ = jax.jit(one.program.call)(values, dict(one.pure.constants), *plain_args, **plain_kwargs)
-    return flatten(plain(one.signature.result), results, "result")
+    return result_leaves(one.signature, results)
 
 
 def differences(

@@ -25,7 +25,6 @@ from dflow.tracing.source import caller
 _LISTS = (list, range, array.array)
 #: The classes of pandas' marks of missing values.
 _MISSING = ("NAType", "NaTType")
-_SERIES = {"Series", "Index", "ExtensionArray"}
 
 
 class StoredColumn:
@@ -57,13 +56,7 @@ def is_array(value: Any) -> bool:
 
 def is_typed_column(value: Any) -> bool:
     """Return whether a value is a column of a library of tables, or of HDF5: never an element of a data set."""
-    return (
-        is_of(value, "pandas", *_SERIES)
-        or is_of(value, "pyarrow", "Array", "ChunkedArray")
-        or is_of(value, "polars", "Series")
-        or is_of(value, "h5py", "Dataset")
-        or is_of(value, "datasets", "Column")
-    )
+    return any(is_of(value, library, *names) for library, names, _ in _LIBRARIES)
 
 
 def is_column(value: Any) -> bool:
@@ -74,7 +67,8 @@ def is_column(value: Any) -> bool:
 def column_values(column: Any, name: str) -> Any:
     """Return a column as a NumPy array or a `StoredColumn`. Raises InputError with its name for other values."""
     try:
-        values = _converter(column)(column, name)
+        own = (convert for library, names, convert in _LIBRARIES if is_of(column, library, *names))
+        values = next(own, _of_list if isinstance(column, _LISTS) else _of_array)(column, name)
         if len(values.shape) == 0:
             raise refusal(name, "expected rows, got one value, without an axis", "give it as often as there are rows")
         return values if isinstance(values, StoredColumn) else _numbers_or_texts(values, name)
@@ -92,18 +86,6 @@ def refusal(name: str, fact: str, remedy: str) -> InputError:
 _CONVERT = "convert it first, or leave it out: frame.drop(columns=[...])"
 _DENSE = "make it dense first: tensor.to_dense()"
 _FILL = "fill them or drop their rows first: frame.fillna({...}), frame.dropna()"
-
-
-def _converter(column: Any) -> Callable[[Any, str], Any]:
-    if is_of(column, "pandas", *_SERIES):
-        return _of_pandas
-    if is_of(column, "pyarrow", "Array", "ChunkedArray"):
-        return _of_arrow
-    if is_of(column, "polars", "Series"):
-        return _of_polars
-    if is_of(column, "datasets", "Column") or isinstance(column, _LISTS):
-        return _of_list
-    return _of_array
 
 
 def _of_array(column: Any, name: str) -> Any:
@@ -190,6 +172,16 @@ def _of_list(column: Sequence[Any], name: str) -> Any:
     for place, cell in enumerate(column):
         cells[place] = cell
     return cells if len(cells) else np.asarray(column)
+
+
+#: The columns of libraries: its module, the names of their classes, and how they become NumPy arrays.
+_LIBRARIES: tuple[tuple[str, tuple[str, ...], Callable[[Any, str], Any]], ...] = (
+    ("pandas", ("Series", "Index", "ExtensionArray"), _of_pandas),
+    ("pyarrow", ("Array", "ChunkedArray"), _of_arrow),
+    ("polars", ("Series",), _of_polars),
+    ("datasets", ("Column",), _of_list),
+    ("h5py", ("Dataset",), _of_array),
+)
 
 
 def _of_objects(cells: Any, name: str) -> Any:

@@ -50,7 +50,9 @@ class Model:
         self._model = model
         self._trained, self._others = model.trainable_variables, model.non_trainable_variables
         self._names = _names([*self._trained, *self._others], model.name)
-        found = {layer.table.name: layer.table for layer in _layers(model) if isinstance(layer, ShardedEmbedding)}
+        found = {
+            layer.table.name: layer.table for layer in model._flatten_layers() if isinstance(layer, ShardedEmbedding)
+        }
         self.tables: dict[str, Any] = found
         self.trainable: dict[str, Variable] = variables(self._by_name(self._trained))
         self.non_trainable: dict[str, Variable] = variables(self._by_name(self._others), trainable=False)
@@ -202,11 +204,6 @@ class Model:
                 self._model.reset_metrics()
                 self._start = [variable.value for variable in self._model.metrics_variables]
         return self._start
-
-
-def _layers(model: Any) -> list[Any]:
-    """All layers of a model, those inside of others too."""
-    return list(model._flatten_layers())
 
 
 def _plain(layer: Any) -> Any:

@@ -54,8 +54,8 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]  # mypy does not follow 
         """Accept connections at `sockets`: uvicorn passes the sockets that were given to `serve`."""
         assert sockets is not None
         await self.lifespan.startup()
-        arrivals = _Arrivals(self, self._context, self._limits)
-        self.servers = [_Accepting(arrivals, sock) for sock in sockets]
+        [sock] = sockets
+        self.servers = [_Arrivals(self, self._context, self._limits, sock)]
         self.started = True
 
 
@@ -74,10 +74,12 @@ class _Arrival:
 
 
 class _Arrivals:
-    """The connections of one server, from their acceptance on."""
+    """The connections of a server, which are accepted until `close`; as a server of asyncio, for uvicorn."""
 
-    def __init__(self, server: HttpServer, context: ssl.SSLContext | None, limits: HttpLimits) -> None:
-        self._server, self._context, self._limits = server, context, limits
+    def __init__(
+        self, server: HttpServer, context: ssl.SSLContext | None, limits: HttpLimits, sock: socket.socket
+    ) -> None:
+        self._server, self._context, self._limits, self._sock = server, context, limits, sock
         files = raise_open_files()
         waiting = min(limits.waiting, files // 4)
         self._most = min(limits.connections, max(files - waiting - OTHER_FILES, files // 2))
@@ -85,22 +87,43 @@ class _Arrivals:
         self._admission: Admission[_Arrival] = Admission(
             connections=self._most, unauthenticated=waiting, per_source=waiting
         )
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._accept()), loop.create_task(self._end_slow_ones())]
 
-    def arrive(self, arrival: _Arrival) -> None:
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, source = await loop.sock_accept(self._sock)
+            except OSError as error:
+                LOGGER.warning("a connection could not be accepted: %s", error)
+                await asyncio.sleep(_AFTER_FAULT_S)
+            else:
+                self._arrive(_Arrival(sock, str(source[0]) if source else ""))
+
+    def _arrive(self, arrival: _Arrival) -> None:
         """Serve a new connection; another waiting one may be ended for it."""
         evicted = self._admission.arrive(arrival, arrival.source)
         if evicted is not None:
             LOGGER.warning("too many connections without a request: one of %s was ended", evicted[0].source)
             evicted[0].end()
         task = asyncio.get_running_loop().create_task(self._serve(arrival))
-        self._tasks.add(task)  # the loop itself keeps no reference
-        task.add_done_callback(self._tasks.discard)
+        self._connecting.add(task)  # the loop itself keeps no reference
+        task.add_done_callback(self._connecting.discard)
 
     def close(self) -> None:
-        """End the connections without a first request."""
+        """Accept no more connections, and end those without a first request."""
+        self._tasks[0].cancel()
         for arrival in list(self._admission.unauthenticated):
             arrival.end()
+
+    async def wait_closed(self) -> None:
+        """Stop looking at connections, which have all ended."""
+        self._tasks[1].cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, arrival: _Arrival) -> None:
         """Shake hands, and let the connection's requests be answered."""
@@ -136,7 +159,7 @@ class _Arrivals:
             has_room = False
         return None if has_room else f"the server has {self._most} connections, the most; {self._cause}"
 
-    async def end_slow_ones(self) -> None:
+    async def _end_slow_ones(self) -> None:
         """Look at the connections from time to time, until cancelled."""
         limits = self._limits
         every_s = min(_LOOK_S, *(limit_s / 4 for limit_s in (limits.request_s, limits.body_s, limits.answer_s)))
@@ -144,35 +167,3 @@ class _Arrivals:
             await asyncio.sleep(every_s)
             for connection in list(self._server.server_state.connections):
                 connection.close_if_slow()
-
-
-class _Accepting:
-    """Accepts connections at a socket until `close`; as a server of asyncio, for uvicorn."""
-
-    def __init__(self, arrivals: _Arrivals, sock: socket.socket) -> None:
-        self._arrivals, self._sock = arrivals, sock
-        sock.setblocking(False)
-        sock.listen(_BACKLOG)
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._accept()), loop.create_task(arrivals.end_slow_ones())]
-
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, source = await loop.sock_accept(self._sock)
-            except OSError as error:
-                LOGGER.warning("a connection could not be accepted: %s", error)
-                await asyncio.sleep(_AFTER_FAULT_S)
-            else:
-                self._arrivals.arrive(_Arrival(sock, str(source[0]) if source else ""))
-
-    def close(self) -> None:
-        """Accept no more connections, and end those without a first request."""
-        self._tasks[0].cancel()
-        self._arrivals.close()
-
-    async def wait_closed(self) -> None:
-        """Stop looking at connections, which have all ended."""
-        self._tasks[1].cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,12 +39,8 @@ LOGGER = logging.getLogger("dflow")
 MOST_SHAPES = 64
 
 
-class BatchObserver(Protocol):
-    """What a queue reports: the rows of each batch, the time it took in s, and each request's wait before it in s."""
-
-    def batch(self, function: str, rows: int, took_s: float, waits_s: Sequence[float]) -> None:
-        """Record a batch."""
-        ...
+#: Called for each batch with the function, the rows, the time it took in s, and each request's wait before it in s.
+BatchObserver = Callable[[str, int, float, Sequence[float]], None]
 
 
 @dataclass(eq=False)
@@ -55,16 +51,8 @@ class PendingRequest:
     deadline_s: float
     future: asyncio.Future[list[np.ndarray[Any, Any]]]
     came_s: float = field(default_factory=time.monotonic)
-    #: The thread that answers pops it: `list.pop` is atomic.
-    _claims: list[None] = field(default_factory=lambda: [None])
-
-    def claim(self) -> bool:
-        """Return whether the caller is the first to claim this request, and so the one that answers it."""
-        try:
-            self._claims.pop()
-        except IndexError:
-            return False
-        return True
+    #: Acquired by the thread that answers, and never released.
+    claim: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, outcome: list[np.ndarray[Any, Any]] | Exception) -> None:
         """Answer the waiting handler, unless its client has left."""
@@ -100,13 +88,13 @@ class RequestQueue:
         most: int,
         delay_s: float,
         capacity: int,
-        observer: BatchObserver,
+        observe: BatchObserver,
         exclusive: Any,
         on_update: Callable[[], None] | None = None,
         threads: int = 1,
     ) -> None:
         self.tensors, self.most, self.delay_s = tensors, most, delay_s
-        self._fn, self._observer, self._exclusive, self._on_update = fn, observer, exclusive, on_update
+        self._fn, self._observe, self._exclusive, self._on_update = fn, observe, exclusive, on_update
         self._sizes = batch_sizes(most)
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
         self._held = HeldQueue(tensors.name, QueueSettings(QueueKind.FIFO, capacity), QueueType(()))
@@ -121,11 +109,6 @@ class RequestQueue:
     def waiting(self) -> int:
         """The number of requests that wait."""
         return self._held.depth()[0]
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether later requests are refused."""
-        return bool(self._held.with_machine(lambda machine: machine.is_closed, ""))
 
     def submit(self, request: PendingRequest) -> None:
         """Add a request whose arrays passed the check. Raises RefusedRequest if there are too many rows, or no room."""
@@ -162,7 +145,7 @@ class RequestQueue:
             taken = time.monotonic()
             live: list[PendingRequest] = []
             for request in group:
-                if request.claim():
+                if request.claim.acquire(blocking=False):
                     if taken < request.deadline_s:
                         live.append(request)
                     else:
@@ -212,7 +195,7 @@ class RequestQueue:
                 return
             outcomes = [self._refusal(error, live[0].arrays)]
         ended = time.monotonic()
-        self._observer.batch(self.tensors.name, sum(rows), ended - taken, [taken - request.came_s for request in live])
+        self._observe(self.tensors.name, sum(rows), ended - taken, [taken - request.came_s for request in live])
         _deliver(live, outcomes)
 
     def _called(self, given: list[Mapping[str, np.ndarray[Any, Any]]], rows: list[int]) -> list[np.ndarray[Any, Any]]:
@@ -284,6 +267,6 @@ async def outputs_of(
     request = PendingRequest(arrays, time.monotonic() + timeout_s, loop.create_future())
     queue.submit(request)
     done, _ = await asyncio.wait([request.future], timeout=timeout_s)
-    if not done and request.claim():
+    if not done and request.claim.acquire(blocking=False):
         raise RefusedRequest(504, _LATE)
     return await request.future

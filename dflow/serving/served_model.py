@@ -68,10 +68,10 @@ class ServedModel:
         name: str,
         folder: Path,
         settings: ServingSettings,
-        observer: BatchObserver,
+        observe: BatchObserver,
         report: Callable[[str], None],
     ) -> None:
-        self.name, self.folder, self._settings, self._observer, self._report = name, folder, settings, observer, report
+        self.name, self.folder, self._settings, self._observe, self._report = name, folder, settings, observe, report
         self.refused: dict[int, str] = {}
         self.is_gone = False
         self._tried: dict[int, Files] = {}
@@ -157,7 +157,7 @@ class ServedModel:
             self._tried[number] = files
             version = None
             try:
-                version = ServedVersion(self.name, number, path, self._settings, self._observer)
+                version = ServedVersion(self.name, number, path, self._settings, self._observe)
             except (DflowError, OSError, ValueError, RuntimeError) as error:
                 if _is_of_the_process(error):
                     del self._tried[number]  # its files are not the reason

@@ -69,7 +69,7 @@ class ServedVersion:
     raises   ExportError if the export at `path` cannot be loaded, run, or no function of it can be served
     """
 
-    def __init__(self, model: str, number: int, path: Path, settings: ServingSettings, observer: BatchObserver) -> None:
+    def __init__(self, model: str, number: int, path: Path, settings: ServingSettings, observe: BatchObserver) -> None:
         # Precision is of a thread: models of both kinds are served beside each other.
         self._precision = partial(jax.enable_x64, True) if wide_arrays(read_manifest(path)) else nullcontext
         with self._precision():
@@ -96,7 +96,7 @@ class ServedVersion:
                 most=most[name],
                 delay_s=settings.max_delay_s,
                 capacity=settings.max_queue,
-                observer=observer,
+                observe=observe,
                 exclusive=self._writing if self._writes(name) else nullcontext(),
                 on_update=self._count_update if self._writes(name) else None,
                 threads=1 if most[name] or self._writes(name) else _THREADS,

@@ -24,7 +24,7 @@ UNKNOWN = "unknown"
 
 
 class ServingMetrics:
-    """Counts and times of requests and batches by function; see `BatchObserver`."""
+    """Counts and times of requests and batches by function."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -47,7 +47,7 @@ class ServingMetrics:
         self._seconds.labels(function).observe(took_s)
 
     def batch(self, function: str, rows: int, took_s: float, waits_s: Sequence[float]) -> None:
-        """See `BatchObserver`."""
+        """Record a batch; a `BatchObserver`."""
         self._rows.labels(function).observe(rows)
         self._calls.labels(function).observe(took_s)
         waits = self._waits.labels(function)

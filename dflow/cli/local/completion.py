@@ -41,18 +41,10 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
             yield action
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=tuple(SHELLS), help="the shell")
-
-
-def _completion(options: argparse.Namespace) -> None:
-    print(completion(options.parser, options.shell))
-
-
 COMPLETION = Command(
     "completion",
     "print the script that completes dflow's command line in a shell",
-    _options,
-    _completion,
+    lambda parser: parser.add_argument("shell", choices=tuple(SHELLS), help="the shell"),
+    lambda options: print(completion(options.parser, options.shell)),
     epilog="Use it so: " + "; ".join(" ".join(text.split()) for text in SHELLS.values()),
 )

@@ -25,10 +25,6 @@ def show(found: Iterable[Diagnosis]) -> int:
     return 1 if wrong else 0
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    add_seconds(parser, "--timeout", 60, "how long JAX may take to list its devices")
-
-
 def _doctor(options: argparse.Namespace) -> int:
     from dflow.cli.local.doctor_checks import clock, devices, extras, limits, network, versions
 
@@ -38,7 +34,7 @@ def _doctor(options: argparse.Namespace) -> int:
 DOCTOR = Command(
     "doctor",
     "check the installation and this machine",
-    _options,
+    lambda parser: add_seconds(parser, "--timeout", 60, "how long JAX may take to list its devices"),
     _doctor,
     more=": versions, extras, devices, limits, network, clock. The exit status is 1 if something is wrong.",
 )

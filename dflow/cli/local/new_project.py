@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import keyword
 import re
@@ -50,18 +49,12 @@ def new_project(name: str, parent: Path) -> str:
     return "\n".join([f"wrote {folder}: a script that trains, its tests, and a README", *lines])
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="the name of the folder and of the Python module in it")
-
-
-def _new(options: argparse.Namespace) -> None:
-    print(new_project(options.name, Path()))
-
-
 NEW = Command(
     "new",
     "write a small project to start from",
-    _options,
-    _new,
+    lambda parser: parser.add_argument(
+        "name", metavar="NAME", help="the name of the folder and of the Python module in it"
+    ),
+    lambda options: print(new_project(options.name, Path())),
     more=", in a new folder: a script that trains in one process and on a cluster, its tests, a README.",
 )

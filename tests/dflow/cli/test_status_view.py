@@ -132,7 +132,7 @@ def test_sizes(size_bytes: int, text: str) -> None:
     ("dtype", "text"), [("float32", "f32[3,1]"), ("bfloat16", "bf16[3,1]"), ("uint8", "u8[3,1]"), ("bool", "bool[3,1]")]
 )
 def test_types(dtype: str, text: str) -> None:
-    assert type_text(dtype, (3, 1)) == text
+    assert type_text(VariableInfo("v", dtype, (3, 1), 0, "")) == text
 
 
 def test_the_workers_that_get_or_send_the_same_are_one_row() -> None:

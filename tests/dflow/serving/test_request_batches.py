@@ -78,7 +78,13 @@ class Bench:
     def __init__(self, loop: asyncio.AbstractEventLoop, most: int, capacity: int = 64) -> None:
         self.fn, self.observed, self._loop = Doubling(), Observed(), loop
         self.queue = RequestQueue(
-            TENSORS, self.fn, most=most, delay_s=0.0, capacity=capacity, observer=self.observed, exclusive=nullcontext()
+            TENSORS,
+            self.fn,
+            most=most,
+            delay_s=0.0,
+            capacity=capacity,
+            observe=self.observed.batch,
+            exclusive=nullcontext(),
         )
 
     def ask(self, *rows: float, timeout_s: float = DEADLINE_S) -> Future[Any]:
@@ -210,7 +216,7 @@ def test_a_closed_queue_answers_what_waits_and_refuses_the_rest(loop: asyncio.Ab
     more = bench.ask_more([2], [3])
     closing = threading.Thread(target=bench.queue.close)
     closing.start()
-    until(lambda: bench.queue.is_closed)
+    until(lambda: bench.queue._held.with_machine(lambda machine: machine.is_closed, ""))
     with pytest.raises(QueueClosed):
         bench.ask(4).result(DEADLINE_S)
     bench.fn.go_on.set()
