@@ -43,7 +43,6 @@ def add_security(parser: argparse.ArgumentParser) -> None:
 
 
 def add_certificates(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --certificates."""
     parser.add_argument(
         "--certificates",
         type=Path,

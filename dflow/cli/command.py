@@ -73,7 +73,6 @@ def add_seconds(
 
 
 def add_all_tables(parser: argparse._ActionsContainer) -> None:
-    """Add --all-tables."""
     text = "show every variable, every value sent, and what steps cost each task, not only the largest"
     parser.add_argument("--all-tables", action="store_true", help=text)
 
@@ -87,7 +86,6 @@ def count(text: str) -> int:
 
 
 def at_least_one(text: str) -> int:
-    """Parse an integer of at least 1."""
     number = _integer(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is too few; give 1 or more")

@@ -75,7 +75,7 @@ def message_table(rows: Sequence[MessageTimes], *, most: int) -> Table:
             Text(row.edge),
             f"{short_task_name(row.source)} -> {short_task_name(row.destination)}",
             f"{row.messages:.1f}",
-            _count(row.values),
+            f"{row.values:g}" if row.values else "",
             size_text(row.size_bytes),
             f"{row.sending_us:.0f}",
             arrived,
@@ -83,7 +83,3 @@ def message_table(rows: Sequence[MessageTimes], *, most: int) -> Table:
     if len(rows) > most:
         table.add_row(f"{len(rows) - most} more")
     return table
-
-
-def _count(number: float) -> str:
-    return f"{number:g}" if number else ""

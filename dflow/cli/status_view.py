@@ -292,7 +292,6 @@ def _steps_table(status: Status) -> Table:
 
 
 def time_and_metrics(worker: WorkerProgress) -> tuple[str, Text]:
-    """Return the cells of a worker's step time and of its metrics."""
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
     return f"{1000 * worker.step_s:.1f} ms" if worker.step_s else "", Text(metrics)
 

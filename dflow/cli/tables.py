@@ -81,12 +81,10 @@ def task_table(lines: Sequence[TaskLine], *columns: str, last: str, most: int, t
 
 def launch_table(rows: Sequence[TaskRow], steps_per_s: Mapping[str, float], *, most: int) -> Table:
     """Return the table of a launch. `steps_per_s` has workers' rates by short name, shown while they run."""
-    lines = [_launched(row, steps_per_s.get(row.task) if row.state == "running" else None) for row in rows]
+    lines = []
+    for row in rows:
+        rate = f"{steps_per_s[row.task]:.1f}" if row.state == "running" and row.task in steps_per_s else ""
+        cells = (Text(str(row.restarts or ""), _TROUBLE), rate, Text.from_ansi(row.last_line))
+        style = _STYLES.get(row.state, _TROUBLE)
+        lines.append(TaskLine(row.task, row.state, style, cells, needs_a_look=row.state not in _STYLES))
     return task_table(lines, ">restarts", ">steps/s", last="last line", most=most)
-
-
-def _launched(row: TaskRow, rate: float | None) -> TaskLine:
-    restarts, said = Text(str(row.restarts or ""), _TROUBLE), f"{rate:.1f}" if rate is not None else ""
-    style = _STYLES.get(row.state, _TROUBLE)
-    rest = (restarts, said, Text.from_ansi(row.last_line))
-    return TaskLine(row.task, row.state, style, rest, needs_a_look=row.state not in _STYLES)

@@ -42,7 +42,6 @@ _HEADERS = {
 
 
 def json_error(status: int, text: str, remedy: str = "", headers: Mapping[str, str] | None = None) -> Response:
-    """Return an answer with a clear error."""
     data = {"error": {"status": status, "text": text, "remedy": remedy}}
     return Response(json.dumps(data), status, {**(headers or {})}, media_type="application/json")
 
@@ -61,7 +60,6 @@ class AccessChecks:
         self._scheme = "https" if is_secure else "http"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -50,17 +50,14 @@ class ClusterWatch:
         self._repeating.start()
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON data of the last state."""
         with self._lock:
             return self._record.state()
 
     def history(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the JSON data of the curves; see `History.json`."""
         with self._lock:
             return self._record.history.json(names)
 
     def events(self, since: int) -> dict[str, Any]:
-        """Return the JSON data of the events after number `since`."""
         with self._lock:
             return self._record.events(since)
 

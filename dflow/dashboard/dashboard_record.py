@@ -126,7 +126,6 @@ class DashboardRecord:
         return head | (self._cluster or {"at_s": None})
 
     def events(self, since: int) -> Data:
-        """Return the JSON data of the events after number `since`."""
         kept = [event for event in self._events if event["number"] > since]
         lost = max(self._newest - max(since, 0) - len(kept), 0)
         return {"events": kept, "newest": self._newest, "lost": lost}

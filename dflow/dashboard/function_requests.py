@@ -29,12 +29,14 @@ KEPT_S, LIST_S, GRAPH_S = 2.0, 2.0, 30.0
 MOST_GRAPHS, LIST_WAIT_S = 4, 10.0
 #: Most tasks that are asked for a list: a job's tasks mostly run the same program.
 MOST_TASKS = 64
+#: The remedy of a request beyond a limit, and its headers.
+_LATER = ("ask again later", {"retry-after": "1"})
 
 Data = dict[str, Any]
 
 
-class TooManyRequests(Exception):
-    """Error for a request beyond the limit; the arguments are the text and the remedy."""
+class Refusal(Exception):
+    """A request that is refused; the arguments are those of `json_error`."""
 
 
 class FunctionRequests:
@@ -54,12 +56,12 @@ class FunctionRequests:
 
         While another page requests the list, the last one is returned.
 
-        raises  TooManyRequests if there is none within `LIST_WAIT_S`; DflowError if the coordinator does not answer
+        raises  Refusal if there is none within `LIST_WAIT_S`; DflowError if the coordinator does not answer
         """
         if not self._listing.acquire(timeout=0 if self._list else LIST_WAIT_S):
             if self._list:
                 return self._list
-            raise TooManyRequests("functions: expected a list of them, got none yet", "ask again later")
+            raise Refusal(503, "functions: expected a list of them, got none yet", *_LATER)
         try:
             if not self._list or time.monotonic() - self._listed_at_s > KEPT_S:
                 self._list = self._ask_all()
@@ -80,10 +82,10 @@ class FunctionRequests:
     def graph(self, task: str, number: int, trace: int) -> tuple[Data, bytes]:
         """Return the head of the answer as JSON data, and the graph as JSON text.
 
-        raises  TooManyRequests while `MOST_GRAPHS` others are requested; see also `traces`
+        raises  Refusal while `MOST_GRAPHS` others are requested; see also `traces`
         """
         if not self._graphs.acquire(blocking=False):
-            raise TooManyRequests(f"graphs: expected at most {MOST_GRAPHS} at a time, got one more", "ask again later")
+            raise Refusal(503, f"graphs: expected at most {MOST_GRAPHS} at a time, got one more", *_LATER)
         try:
             found = self._peer(task).call(ReadGraph(number, trace), timeout_s=GRAPH_S)
         finally:
@@ -92,7 +94,6 @@ class FunctionRequests:
         return head, bytes(found.payload)
 
     def close(self) -> None:
-        """Close the connections."""
         self._pool.shutdown(wait=True)
         if self._observer is not None:
             self._observer.close()

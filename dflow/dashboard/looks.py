@@ -85,7 +85,6 @@ class Condition(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether the task needs no look."""
         return self.level == "ok"
 
 
@@ -163,7 +162,6 @@ class StepRate:
 
 
 def largest_first(variables: Sequence[VariableInfo]) -> list[VariableInfo]:
-    """Return the variables by their size."""
     return sorted(variables, key=lambda info: (-info.size_bytes, info.name))
 
 

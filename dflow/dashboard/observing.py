@@ -36,7 +36,6 @@ class ClusterObserver:
         self._peers: dict[str, tuple[str, Peer]] = {}
 
     def status(self) -> Status:
-        """Return the coordinator's status."""
         return self._client.ask(GetStatus(), CONNECT_S)
 
     def events(self, since: int, start: str) -> ClusterEvents:
@@ -59,7 +58,6 @@ class ClusterObserver:
         return peer
 
     def close(self) -> None:
-        """Close all connections."""
         for _, peer in self._peers.values():
             peer.close()
         self._client.close()

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dflow.dashboard.access import AccessChecks, json_error
 from dflow.dashboard.cluster_watch import ClusterWatch
 from dflow.dashboard.dashboard_record import PageUpdate
-from dflow.dashboard.function_requests import FunctionRequests, TooManyRequests
+from dflow.dashboard.function_requests import FunctionRequests, Refusal
 from dflow.dashboard.looks import LOOK_S
 from dflow.dashboard.streams import MOST_PAGES, Streams
 from dflow.dashboard.timeline import LONGEST_S, MOST_STEPS, LastTimeline
@@ -40,10 +40,6 @@ MOST_REQUESTS = 50
 MOST_BODY_BYTES = 4096
 
 Data = dict[str, Any]
-
-
-class _Wrong(Exception):
-    """A request with a wrong value; the arguments are the error and its remedy."""
 
 
 class TimelineOrder(msgspec.Struct, forbid_unknown_fields=True):
@@ -114,7 +110,6 @@ class Dashboard:
         )
 
     def close(self) -> None:
-        """Stop watching the cluster."""
         self._watch.close()
         self._functions.close()
         self._quick.shutdown()
@@ -165,11 +160,8 @@ class Dashboard:
         def answer(request: Request) -> Response:
             try:
                 return _json(data_of(request))
-            except _Wrong as wrong:
-                return json_error(400, *wrong.args)
-            except TooManyRequests as error:
-                text, remedy = error.args
-                return json_error(503, text, remedy, {"retry-after": "1"})
+            except Refusal as refusal:
+                return json_error(*refusal.args)
             except GraphNameError as error:
                 return json_error(404, *_parts(error))
             except (DflowError, OSError) as error:
@@ -244,7 +236,7 @@ def _parts(error: Exception) -> tuple[str, str]:
 def _text(request: Request, name: str) -> str:
     value = str(request.query_params.get(name, ""))
     if not value:
-        raise _Wrong(f"{name}: expected a value, got none", f"add ?{name}= to the address")
+        raise Refusal(400, f"{name}: expected a value, got none", f"add ?{name}= to the address")
     return value
 
 
@@ -253,7 +245,7 @@ def _number(request: Request, name: str, default: int | None = None) -> int:
     if value is None and default is not None:
         return default
     if value is None or not (value.isascii() and value.isdigit() and len(value) < 16):
-        raise _Wrong(f"{name}: expected a whole number, got {(value or 'none')[:100]!r}", f"give ?{name}=1")
+        raise Refusal(400, f"{name}: expected a whole number, got {(value or 'none')[:100]!r}", f"give ?{name}=1")
     return int(value)
 
 

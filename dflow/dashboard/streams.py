@@ -59,7 +59,6 @@ class Streams:
         self._in_loop(self._wake)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one stream, as an ASGI application."""
         if self.pages >= self._most_pages:
             text = f"pages: expected at most {self._most_pages} at once, got one more"
             answer = json_error(503, text, "close a page of the dashboard", {"retry-after": "10"})

@@ -162,5 +162,4 @@ def _unreadable(file: Path, error: BaseException) -> ExportError:
 
 
 def damaged(file: Path, what: str) -> ExportError:
-    """Return the error for a damaged file of an export."""
     return ExportError(f"{file} is damaged: {what}", _REMEDY)

@@ -77,7 +77,6 @@ class PartEntry(msgspec.Struct, frozen=True):
 
     @property
     def indices(self) -> AxisSlice:
-        """The indices."""
         return AxisSlice(self.axis, self.start, self.size, self.step)
 
 
@@ -131,7 +130,6 @@ def signature_refusal(name: object) -> str | None:
 
 
 def listing(manifest: ExportManifest) -> str:
-    """Return a listing of an export's functions, variables and constants."""
     lines = [f"exported by dflow {manifest.dflow} with JAX {manifest.jax}"]
     for name, signature in manifest.signatures.items():
         lines += ["", *_lines_of(name, signature)]

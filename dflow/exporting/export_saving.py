@@ -75,7 +75,6 @@ class ExportContent:
         return {name: [name] for name in self.variables if name not in parts} | divided_ones
 
     def _types(self) -> dict[str, ArrayType]:
-        """Return the types of the stored arrays."""
         types = {array: self.variables[names[0]].type.strong for array, names in self._arrays().items()}
         for array, parts in self.manifest.parts().items():
             types[array] = replace(types[array], shape=tuple(next(iter(parts.values())).shape))

@@ -187,7 +187,6 @@ def _by_reason(kept: Mapping[str, str]) -> str:
 
 
 def size_of(variables: Iterable[Variable]) -> int:
-    """Return the size in bytes of the values of variables."""
     return sum(int(np.prod(one.type.shape, dtype=np.int64)) * np.dtype(one.dtype).itemsize for one in variables)
 
 

@@ -5,7 +5,6 @@ A graph is made from the jaxpr of a trace when a tool asks for it; calls of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -61,7 +60,9 @@ class CompiledFunctions(FunctionSource):
                 "look at a newer trace",
             )
         jaxpr, consts = closed_parts(closed)
-        names = _argument_names([*shared.log[trace - 1].arguments], len(jaxpr.invars))
+        names = [*shared.log[trace - 1].arguments]
+        if len(names) != len(jaxpr.invars):  # some arguments are not in the graph
+            names = [f"argument_{index}" for index in range(len(jaxpr.invars))]
         data = msgspec.json.encode(graph_json(graph_of(jaxpr, consts, names)[0], name))
         if len(data) > MOST_GRAPH_BYTES:
             raise GraphNameError(
@@ -81,11 +82,6 @@ def _found(number: int) -> SharedTraces:
 def _program(shared: SharedTraces, trace: int) -> Any:
     """Return the closed jaxpr of a trace, or None."""
     return shared.programs[trace - 1]() if 1 <= trace <= len(shared.programs) else None
-
-
-def _argument_names(names: Sequence[str], count: int) -> Sequence[str]:
-    """Return the names of the arguments, or numbers where some of the arguments are not in the graph."""
-    return names if len(names) == count else [f"argument_{index}" for index in range(count)]
 
 
 def _info(shared: SharedTraces) -> FunctionInfo:

@@ -119,7 +119,7 @@ def _runs(nodes: Sequence[Node], key: Callable[[Node], str]) -> list[OpGroup]:
 
 def scope_path(node: Node) -> tuple[str, ...]:
     """Return the name scopes, outermost first; the first is `dense, backward` for ops of the gradient of `dense`."""
-    names = [name.removeprefix(PREFIX) for name in _scopes_of(node)]
+    names = [name.removeprefix(PREFIX) for name in scopes_of(node)]
     if names and "transpose(" in node.scope.partition("/")[0]:
         names[0] += ", backward"
     return tuple(names)
@@ -127,10 +127,11 @@ def scope_path(node: Node) -> tuple[str, ...]:
 
 def are_own(node: Node) -> list[bool]:
     """Return, for each name scope of `scope_path`, whether it is of ops that dflow makes itself."""
-    return [name.startswith(PREFIX) for name in _scopes_of(node)]
+    return [name.startswith(PREFIX) for name in scopes_of(node)]
 
 
-def _scopes_of(node: Node) -> list[str]:
+def scopes_of(node: Node) -> list[str]:
+    """Return the names of the scopes, outermost first, without what `jvp(...)` and the like put around them."""
     return [name for part in node.scope.split("/") if (name := re.sub(r"^(?:\w+\()+|\)+$", "", part))]
 
 

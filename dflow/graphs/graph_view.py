@@ -86,8 +86,7 @@ class GraphView:
             raise ValueError(f"path: expected an ending .html or .svg, got {str(path)!r}{at(caller())}")
         Path(path).write_text(make(), encoding="utf-8")
 
-    def _repr_svg_(self) -> str:
-        return self.svg()
+    _repr_svg_ = svg
 
     def _repr_html_(self) -> str:
         # Viewers remove the frame from the output of notebooks that they do not trust; these two parts stay.

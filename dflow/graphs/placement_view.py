@@ -284,7 +284,6 @@ class _Rehearsed(Function[..., Any]):
         return self._rehearsal
 
     def bound(self, args: Any, kwargs: Any) -> Traced:
-        """Return the trace of a call."""
         args, kwargs = self._with_handles(args, kwargs)
         return self._rehearsal.traced(self._rehearsal.trace(args, kwargs), args, kwargs)
 

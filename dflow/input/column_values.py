@@ -60,7 +60,6 @@ def is_typed_column(value: Any) -> bool:
 
 
 def is_column(value: Any) -> bool:
-    """Return whether a value is one column."""
     return isinstance(value, _LISTS) or is_typed_column(value) or is_array(value)
 
 
@@ -79,7 +78,6 @@ def column_values(column: Any, name: str) -> Any:
 
 
 def refusal(name: str, fact: str, remedy: str) -> InputError:
-    """Return the error for a column."""
     return InputError(f"batches: {name}: {fact}", remedy, at=caller())
 
 

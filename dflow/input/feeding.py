@@ -155,7 +155,6 @@ class Feed:
             thread.start()
 
     def is_named(self, name: str, queue: Queue) -> bool:
-        """Whether this is the feed `name` of the queue."""
         return self._name == name and self._title == queue.title and self._home == queue.home
 
     def is_running(self) -> bool:

@@ -74,7 +74,6 @@ class EventFile:
         self._add(time_s, step=step, summary=self._summary.histogram(name, values, buckets))
 
     def text(self, step: int, time_s: float, name: str, text: str) -> None:
-        """Add a text."""
         self._add(time_s, step=step, summary=self._summary.text(name, text))
 
     def image(self, step: int, time_s: float, name: str, image: Any) -> None:
@@ -112,7 +111,6 @@ class EventFile:
         self._records.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._records.close()
 
     def _start(self, first: int) -> None:

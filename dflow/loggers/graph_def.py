@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dflow.graphs.graph_drawing import orders, title_of
+from dflow.graphs.graph_drawing import orders, scopes_of, title_of
 from dflow.tracing.devices.device import WITH_STATE
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Value
@@ -18,8 +18,6 @@ from dflow.tracing.ir.types import ArrayType, RefType, TokenType, Type
 from dflow.tracing.own_scopes import PREFIX
 from dflow.tracing.syntax.text import node_text
 
-#: What `jvp(...)` and the like put around a name scope.
-_WRAPPED = re.compile(r"^(?:\w+\()+|\)+$")
 _ILLEGAL = re.compile(r"[^A-Za-z0-9_.\-/]")
 #: Most characters of a node's text: TensorBoard leaves longer attributes out.
 _MOST_TEXT = 1000
@@ -93,14 +91,14 @@ class _GraphDefWriter:
 
 def _scoped(node: Node) -> str:
     """Return the name that a node gets, if it is free. A read outside of scopes is `<variable>/read`."""
-    scopes = [_WRAPPED.sub("", part).removeprefix(PREFIX) for part in node.scope.split("/")]
+    scopes = [name.removeprefix(PREFIX) for name in scopes_of(node)]
     if "transpose(" in node.scope:
         scopes.insert(0, "gradients")
-    elif node.device == WITH_STATE and not any(scopes):
+    elif node.device == WITH_STATE and not scopes:
         scopes.insert(0, "update")
-    elif node.op is ops.var_read and not any(scopes):
+    elif node.op is ops.var_read and not scopes:
         scopes.insert(0, node.values[0].name)
-    return "/".join([*filter(None, scopes), title_of(node).split(" ")[-1].removeprefix("var.")])
+    return "/".join([*scopes, title_of(node).split(" ")[-1].removeprefix("var.")])
 
 
 def _device(node: Node) -> str | None:

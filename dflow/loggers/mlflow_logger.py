@@ -58,7 +58,9 @@ class MLflow(Logger):
             return
         experiment_id = self._experiment_id()
         name = "-".join(filter(None, (self._given, self._task))) or None
-        found = self._found(experiment_id, name) if self._given is not None else []
+        found = None
+        if self._given is not None:
+            found = self._client.search_runs([experiment_id], f'attributes.run_name = "{name}"', max_results=1)
         if found:
             self._run_id = found[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
@@ -87,6 +89,3 @@ class MLflow(Logger):
                 if found is None:
                     raise
         return str(found.experiment_id)
-
-    def _found(self, experiment_id: str, name: str | None) -> list[Any]:
-        return [*self._client.search_runs([experiment_id], f'attributes.run_name = "{name}"', max_results=1)]

@@ -70,5 +70,4 @@ def takes_gzip(header: str | None) -> bool:
 
 
 def compressed(body: bytes) -> bytes:
-    """Return a body in gzip."""
     return gzip.compress(body, _LEVEL, mtime=0)

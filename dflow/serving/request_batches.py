@@ -107,7 +107,6 @@ class RequestQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait."""
         return self._held.depth()[0]
 
     def submit(self, request: PendingRequest) -> None:

@@ -82,12 +82,10 @@ class ServedModel:
 
     @property
     def queues(self) -> Collection[RequestQueue]:
-        """The queues of the functions that are served."""
         return self.current.queues.values() if self.current else ()
 
     @property
     def unavailable(self) -> str:
-        """Why no version is served."""
         return "; ".join(self.refused.values()) or f"{self.name}: {self.folder} holds no export"
 
     def renew(self, swap: Callable[[Callable[[], None]], None]) -> str | None:

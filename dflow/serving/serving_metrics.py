@@ -42,7 +42,6 @@ class ServingMetrics:
         return Histogram(f"dflow_serve_{name}", text, ["model"], buckets=bounds, registry=self._registry)
 
     def request(self, function: str, status: int, took_s: float) -> None:
-        """Record a request that was answered."""
         self._requests.labels(function, str(status)).inc()
         self._seconds.labels(function).observe(took_s)
 
@@ -55,7 +54,6 @@ class ServingMetrics:
             waits.observe(wait_s)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the models are now."""
         queues = [queue for model in self.models.values() for queue in model.queues]
         waiting = {queue.tensors.name: float(queue.waiting) for queue in queues}
         yield gauge("dflow_serve_waiting_requests", "Requests that wait in a queue.", "model", waiting)
@@ -65,5 +63,4 @@ class ServingMetrics:
         yield gauge("dflow_serve_refused_versions", "Versions that could not be loaded.", "model", refused)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

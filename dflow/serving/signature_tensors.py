@@ -31,7 +31,6 @@ class TensorSpec:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The entry of the model's metadata."""
         shape = [dim if isinstance(dim, int) else -1 for dim in self.dims]
         return {"name": self.name, "datatype": datatype_of(self.dtype), "shape": shape}
 
