@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
@@ -154,3 +155,32 @@ def test_integers_of_64_bits_that_floats_cannot_tell_apart_differ() -> None:
 
     with jax.enable_x64(True), pytest.raises(KernelError, match=r"1 of 1 numbers are too far apart"):
         dflow.check_kernel(more, jnp.asarray([2**60], jnp.int64))
+
+
+def scaled_body(x_ref: Any, y_ref: Any) -> None:
+    y_ref[...] = x_ref[...] * 2.0
+
+
+# JAX 0.11 warns of the compiler that it chooses for GPUs.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.device
+def test_every_implementation_of_a_kernel_agrees_with_the_plain_function() -> None:
+    @dflow.kernel
+    def scaled(x: Any) -> Any:
+        return x * 2.0
+
+    @dflow.kernel(scaled, platform=["cuda", "tpu"])
+    def scaled_by_pallas(x: Any) -> Any:
+        block = pl.BlockSpec((16, 128), lambda i: (i, 0))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(scaled_body, shape, grid=(x.shape[0] // 16,), in_specs=[block], out_specs=block)(x)
+
+    x = jnp.arange(32 * 128.0).reshape(32, 128)
+    told = str(dflow.check_kernel(scaled, x))
+    for platform in ("cuda", "tpu"):
+        assert f"{platform} scaled_by_pallas: " in told
+    w = dflow.Variable(x, name="w")
+    step = dflow.jit(lambda: w.assign(scaled(w)))
+    step()
+    np.testing.assert_allclose(w.read(), x * 2.0)
+    np.testing.assert_allclose(jax.grad(lambda x: scaled(x).sum())(x), np.full((32, 128), 2.0))

@@ -48,15 +48,6 @@ def test_python_may_branch_on_a_value() -> None:
         half_or_double(3.0)
 
 
-def test_disable_jit_of_jax_runs_op_by_op_too() -> None:
-    seen: list[int] = []
-    function = dflow.jit(lambda x: seen.append(int(x)) or x)
-    with jax.disable_jit():
-        function(1)
-        function(2)
-    assert seen == [1, 2]
-
-
 @pytest.mark.parametrize("argument", [3, 2.5, np.float32(2), np.arange(3), np.ones(2, np.float16), True])
 def test_numbers_and_numpy_arrays_are_the_arrays_they_would_be_compiled(argument: Any) -> None:
     def function(x: Any) -> Any:
@@ -93,13 +84,6 @@ def test_errors_are_those_of_the_compiled_run() -> None:
         pytest.raises(VariableShapeError, match=r"variable 'w' holds f32\[3\] but assign was given f32\[2\]"),
     ):
         dflow.jit(lambda: w.assign(jnp.zeros(2)))()
-
-
-def test_outside_the_block_functions_are_compiled_again() -> None:
-    function = dflow.jit(lambda x: isinstance(x, jax.core.Tracer))
-    with dflow.eager():
-        assert not function(1)
-    assert function(1)
 
 
 def test_a_generator_goes_on_as_it_would_compiled() -> None:

@@ -153,20 +153,6 @@ def test_what_the_rule_of_a_derivative_closes_over_is_part_of_the_program(
         f(jnp.ones(3))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_value_kept_by_a_function_with_a_rule_is_named(home: Any, rule: str) -> None:
-    @dflow.jit
-    def f(batch: Any) -> Any:
-        fn = RULES[rule](lambda x: (x * batch).sum())
-        home.kept.append(fn)
-        return fn(batch)
-
-    with pytest.warns(
-        LeakedTracerWarning, match=r"a value of f, f32\[3\], is kept after its trace: by a function that"
-    ):
-        f(jnp.ones(3))
-
-
 def test_what_is_in_the_making_is_not_kept() -> None:
     """Tuples that only a running function holds, such as residuals or a refused result, are not reported."""
     scaled = jax.custom_vjp(lambda x: x * 2)

@@ -70,6 +70,7 @@ def repeat(count: int, work: Callable[[], Any]) -> Callable[[], list[Any]]:
     return lambda: [work() for _ in range(count)]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("times", [6])
 def test_training_input_evaluation_and_checkpoints_at_once(times: int) -> None:
     model = Model()

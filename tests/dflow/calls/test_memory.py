@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import dflow
 
@@ -48,6 +49,7 @@ def test_a_training_step_needs_what_it_needs_with_state_donated_by_hand() -> Non
     assert peak(ours.lower(X).compile()) <= 1.02 * peak(by_hand)
 
 
+@pytest.mark.device
 def test_a_step_writes_into_the_buffers_of_its_variables_and_keeps_no_other() -> None:
     shape = (WIDTH, WIDTH + 1)
     w = dflow.Variable(lambda: jnp.ones(shape), name="w")

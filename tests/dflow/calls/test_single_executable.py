@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import sys
 import threading
 import weakref
@@ -39,6 +38,7 @@ def adder(*variables: dflow.Variable, **options: Any) -> Callable[..., Any]:
     return dflow.jit(add, **options)
 
 
+@pytest.mark.device
 @settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.sampled_from(["a", "b", "ab", "read a", "read b", "set a", "scatter b", "retype", "eager"])))
 def test_steps_and_others_in_any_order_see_each_others_writes(doings: list[str]) -> None:
@@ -70,33 +70,6 @@ def test_steps_and_others_in_any_order_see_each_others_writes(doings: list[str])
     np.testing.assert_array_equal(b.read(), model["b"])
 
 
-def test_steps_of_several_threads_over_overlapping_variables_lose_nothing() -> None:
-    variables = [dflow.Variable(jnp.zeros(2), name=f"v{number}") for number in range(THREADS + 1)]
-    steps = [adder(variables[number], variables[number + 1]) for number in range(THREADS)]
-    start = threading.Barrier(THREADS)
-
-    def work(step: Callable[..., Any]) -> None:
-        start.wait(60)
-        for _ in range(CALLS):
-            step(1.0)
-
-    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert [variable.read().tolist()[0] for variable in variables] == [CALLS, *[2 * CALLS] * (THREADS - 1), CALLS]
-
-
-def test_a_value_read_stays_what_it_was() -> None:
-    v = dflow.Variable(jnp.zeros(3), name="v")
-    step = adder(v)
-    results = [step(1.0) for _ in range(3)]
-    read = v.read()
-    step(1.0)
-    assert [result.tolist()[0] for result in [*results, read]] == [1, 2, 3, 3]
-
-
 def test_results_have_buffers_of_their_own() -> None:
     v, w = dflow.Variable(jnp.zeros(64), name="v"), dflow.Variable(jnp.ones(64), name="w")
 
@@ -113,21 +86,6 @@ def test_results_have_buffers_of_their_own() -> None:
     w.assign_add(jnp.ones(64))
     adder(v, w)(1.0)
     assert (kept.tolist()[0], same.tolist()[0], x.tolist()[0]) == (1, 5, 5)
-
-
-def test_what_only_passes_through_is_given_back() -> None:
-    v = dflow.Variable(0.0, name="v")
-
-    @dflow.jit
-    def step(x: Any, names: dict[str, Any]) -> Any:
-        v.assign_add(x)
-        return names, 3, x
-
-    for _ in range(2):
-        names, three, x = step(2.0, {"a": np.ones(2), "b": None})
-        assert names["a"].tolist() == [1, 1]
-        assert (names["b"], three, x) == (None, 3, 2.0)
-    assert v.read() == 4.0
 
 
 def test_static_and_donated_arguments_keep_their_places() -> None:
@@ -216,69 +174,6 @@ def test_a_function_may_have_state_for_some_types_only() -> None:
         assert step(jnp.ones(2)).tolist() == [2, 2]
         assert step(jnp.float32(3)) == 6
     assert v.read() == 2
-
-
-INTERRUPTS, LARGE = 20, 300
-
-
-def interrupted(work: Callable[[], Any]) -> int:
-    """Number of complete calls of `work` until an interrupt (Ctrl-C) at a random moment."""
-    calls, begun = 0, threading.Event()
-
-    def interrupt() -> None:
-        begun.wait(60)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    gc.disable()  # an interrupt in a callback of the garbage collector is lost
-    thread.start()
-    try:
-        for _ in range(100_000):
-            begun.set()
-            work()
-            calls += 1
-    except KeyboardInterrupt:
-        pass
-    finally:
-        begun.set()
-        thread.join(60)
-        gc.enable()
-    return calls
-
-
-def test_an_interrupt_loses_no_variable_and_tears_none() -> None:
-    one, two = (dflow.Variable(jnp.eye(LARGE), name=name) for name in ("one", "two"))
-
-    @dflow.jit
-    def step(x: Any) -> None:
-        for variable in (one, two):
-            variable.assign((variable @ variable) * 0 + variable + x)
-
-    queue = dflow.FIFOQueue(1, jax.ShapeDtypeStruct((), jnp.float32))
-
-    @dflow.jit
-    def parts(x: Any) -> None:
-        queue.enqueue(x)
-        step(queue.dequeue())
-
-    ways = {"whole": lambda: step(1.0), "parts": lambda: parts(1.0), "eager": lambda: one.assign_add(two)}
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for name, work in ways.items():
-            work()
-            for _ in range(INTERRUPTS):
-                before = float(one.read()[0, 1])
-                calls = interrupted(work)
-                if name == "parts":
-                    while int(queue.size()):
-                        queue.dequeue()
-                if name != "eager":
-                    after = float(one.read()[0, 1])
-                    assert after - before in (calls, calls + 1)
-                    np.testing.assert_array_equal(one.read(), two.read())
-            assert one.read().shape == two.read().shape
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def refuse(x: Any) -> Any:

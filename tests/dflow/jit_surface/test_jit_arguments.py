@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import collections
-import datetime as dt
-import decimal
-import enum
 import fractions
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -25,14 +22,6 @@ class Both(tuple):
     """A subclass of tuple, which JAX does not know."""
 
     __slots__ = ()
-
-
-class OwnList(list):
-    """A subclass of list, which JAX does not know."""
-
-
-class OwnDict(dict):
-    """A subclass of dict, which JAX does not know."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -63,15 +52,6 @@ class OwnFloat(float):
 
 class OwnInt(int):
     """A subclass of int."""
-
-
-class Level(enum.IntEnum):
-    LOW = 1
-
-
-class Letter(enum.Enum):
-    A = 1
-    B = 2
 
 
 @jax.tree_util.register_dataclass
@@ -129,10 +109,6 @@ class HasJaxArray:
         return jnp.arange(float(self._size))
 
 
-class Shaped:
-    shape, dtype = (3,), np.dtype("float32")
-
-
 def echo(jit: Any, *args: Any) -> Any:
     """Pass the arguments through a function that returns them, unchanged and slightly changed."""
     return jit(lambda *xs: (xs, jax.tree.map(lambda x: x + x, xs)))(*args)
@@ -158,52 +134,31 @@ PROGRAMS: dict[str, Program] = {
     "Python numbers": lambda jit: echo(jit, True, 2, 3.0, 4j),
     "Python numbers as they are seen": lambda jit: kinds(jit, True, 2, 3.0, 4j),
     "NumPy scalars": lambda jit: echo(jit, np.float32(1), np.int8(2), np.uint16(3), np.complex64(4), np.bool_(True)),
-    "NumPy scalars as they are seen": lambda jit: kinds(jit, np.float32(1), np.float64(2), np.int8(2), np.bool_(True)),
     "NumPy arrays": lambda jit: echo(jit, np.ones(3, np.float32), np.arange(3, dtype=np.int16)),
     "NumPy arrays of 64 bits": lambda jit: echo(jit, np.ones(3), np.arange(3), np.ones(2, np.complex128)),
-    "NumPy arrays of no dimension": lambda jit: echo(jit, np.array(1.0), np.array(2)),
     "a NumPy array in Fortran's order": lambda jit: echo(jit, np.asfortranarray(np.arange(6.0).reshape(2, 3))),
-    "a NumPy array with strides": lambda jit: echo(jit, np.arange(8.0)[::2], np.arange(8.0)[::-1]),
-    "a NumPy array that is read-only": lambda jit: (lambda x: (x.setflags(write=False), echo(jit, x))[1])(np.ones(3)),
     "a NumPy array of another byte order": lambda jit: echo(jit, np.arange(3, dtype=">f4")),
-    "a NumPy array that is empty": lambda jit: echo(jit, np.ones((0, 3), np.float32)),
     "small floats": lambda jit: echo(jit, jnp.ones(2, jnp.bfloat16), np.ones(2, ml_dtypes.bfloat16), np.float16(1)),
     "8-bit floats": lambda jit: jit(lambda x: x)(jnp.ones(2, jnp.float8_e4m3fn)),
-    "4-bit integers": lambda jit: jit(lambda x: x)(jnp.ones(2, jnp.int4)).astype(jnp.int8),
     "weak arrays": lambda jit: echo(jit, jnp.asarray(1.0), jnp.broadcast_to(2, (3,)), jnp.float32(1)),
     "weak against strong": lambda jit: jit(lambda x, y: (x + y, x * 2, y * 2.5, x + 1j))(1, jnp.ones(2, jnp.bfloat16)),
-    "a bool against numbers": lambda jit: jit(lambda x, y: (x + y, x & True, ~x))(True, 2),
-    "an integer of 32 bits": lambda jit: echo(jit, 2**31 - 1, -(2**31)),
     # dflow has an error of its own for larger ones: see tests/dflow/test_number_range.py.
     "an unsigned integer of 64 bits": lambda jit: jit(lambda x: x)(np.uint64(2**32 - 1)),
     "a float too large": lambda jit: jit(lambda x: x)(1e300),
     "an integer too large inside": lambda jit: jit(lambda x: x + 2**40)(1),
     "infinity and NaN": lambda jit: echo(jit, float("inf"), float("nan"), -0.0),
     "subclasses of numbers": lambda jit: echo(jit, OwnFloat(1.5), OwnInt(2)),
-    "an int enum": lambda jit: echo(jit, Level.LOW),
     "a fraction": lambda jit: echo(jit, fractions.Fraction(1, 2)),
-    "a decimal": lambda jit: echo(jit, decimal.Decimal(1)),
-    "a date": lambda jit: echo(jit, dt.date(2020, 1, 1)),
-    "a NumPy date": lambda jit: echo(jit, np.datetime64("2020-01-01")),
-    "bytes": lambda jit: echo(jit, b"text"),
     "a string": lambda jit: echo(jit, "text"),
-    "a string in a tree": lambda jit: jit(lambda tree: tree)({"x": [1.0, "text"]}),
     "a string by name": lambda jit: jit(lambda x, *, mode: x)(1.0, mode="up"),
-    "a NumPy string": lambda jit: echo(jit, np.array("text")),
     "a NumPy array of objects": lambda jit: echo(jit, np.array([1, None], object)),
     "a masked array": lambda jit: echo(jit, np.ma.array([1, 2], mask=[True, False])),
-    "a structured array": lambda jit: echo(jit, np.zeros(2, [("a", "f4")])),
-    "a dtype": lambda jit: echo(jit, jnp.float32),
     "a function": lambda jit: jit(lambda f, x: f(x))(jnp.sin, 1.0),
-    "a tree_util.Partial": lambda jit: jit(lambda f, x: f(x))(jax.tree_util.Partial(jnp.add, 2.0), 1.0),
-    "a range": lambda jit: echo(jit, range(3)),
     "a set": lambda jit: echo(jit, {1, 2}),
     "a generator": lambda jit: jit(lambda xs: sum(xs))(x for x in (1, 2)),
     "a dataclass that is no pytree": lambda jit: echo(jit, Plain(1.0)),
     "a shape": lambda jit: echo(jit, jax.ShapeDtypeStruct((3,), jnp.float32)),
-    "a thing with shape and dtype": lambda jit: echo(jit, Shaped()),
     "a thing with __array__": lambda jit: echo(jit, HasArray()),
-    "a thing with __jax_array__": lambda jit: echo(jit, HasJaxArray()),
     "things with __jax_array__ of several shapes": lambda jit: (
         lambda f: [f(HasJaxArray(3)), f(HasJaxArray(4)), f(HasJaxArray(3))]
     )(jit(lambda x: jnp.asarray(x) * x.shape[0])),
@@ -213,16 +168,10 @@ PROGRAMS: dict[str, Program] = {
     "an ordered dict's order is a structure": lambda jit: (lambda f: (f({"b": 1, "a": 2}), f({"a": 3, "b": 4})))(
         jit(lambda d: d)
     ),
-    "a default dict": lambda jit: jit(lambda d: d)(collections.defaultdict(list, a=[1.0])),
-    "a dict with keys that do not compare": lambda jit: echo(jit, {Letter.A: 1, Letter.B: 2}),
     "a dict with mixed keys": lambda jit: echo(jit, {1: 1, "a": 2}),
     "a dict with integer keys": lambda jit: echo(jit, {2: 1, 1: 2}),
-    "a named tuple": lambda jit: jit(lambda p: Pair(p.right, p.left + 1))(Pair(1, 2.0)),
     "a named tuple's child": lambda jit: jit(lambda p: (p.total(), p))(NamedChild(1, 2.0)),
-    "a deque": lambda jit: echo(jit, collections.deque([1.0])),
     "a subclass of tuple": lambda jit: echo(jit, Both((1.0, 2.0))),
-    "a subclass of list": lambda jit: echo(jit, OwnList([1.0])),
-    "a subclass of dict": lambda jit: echo(jit, OwnDict(a=1.0)),
     "a registered dataclass": lambda jit: [
         jax.tree.leaves(jit(lambda p: Layer(p.bias, p.weight, p.name + "!"))(Layer(jnp.ones(2), 1.0))),
     ],
@@ -231,23 +180,14 @@ PROGRAMS: dict[str, Program] = {
     )(jit(lambda p: p.weight * (2 if p.name == "b" else 3))),
     "a static object": lambda jit: [jit(lambda s, x: [x] * s.times)(Settings(n), 1.0) for n in (2, 3, 2)],
     "a static object as result": lambda jit: jit(lambda s: s)(Settings(3)).times,
-    "a pytree with keys": lambda jit: jax.tree.leaves(jit(lambda w: WithKeys(w.x + 1, w.tag))(WithKeys(1.0, "t"))),
     "a bad leaf of a pytree with keys": lambda jit: jit(lambda w: w)(WithKeys("text", "t")),
-    "a bad leaf of a dataclass": lambda jit: jit(lambda w: w)(Layer([object()], 1.0)),
     "a pytree whose flattening raises": lambda jit: jit(lambda w: 1)(BadFlatten()),
     "typed keys": lambda jit: jit(lambda k: (k, jax.random.split(k), jax.random.normal(k)))(jax.random.key(0)),
-    "typed keys of another kind": lambda jit: jit(lambda k: (k, jax.random.bits(k)))(jax.random.key(0, impl="rbg")),
-    "raw keys": lambda jit: jit(lambda k: (k, jax.random.split(k), jax.random.normal(k)))(jax.random.PRNGKey(0)),
     "an array of keys": lambda jit: jit(lambda k: (k[0], k.T, k.reshape(4)))(
         jax.random.split(jax.random.key(1), (2, 2))
     ),
-    "keys by vmap": lambda jit: jit(jax.vmap(jax.random.uniform))(jax.random.split(jax.random.key(1), 3)),
-    "keys as constants": lambda jit: (lambda key: jit(lambda x: x + jax.random.uniform(key))(1.0))(jax.random.key(0)),
-    "arithmetic on keys": lambda jit: jit(lambda k: k + 1)(jax.random.key(0)),
     "float0": lambda jit: jit(lambda x: x)(np.zeros(3, jax.dtypes.float0)),
-    "float0 as result": lambda jit: jit(lambda x: np.zeros(3, jax.dtypes.float0))(1.0),
     "float0 of a gradient": lambda jit: jax.grad(jit(lambda x, n: x * n), argnums=(0, 1), allow_int=True)(2.0, 3),
-    "results: numbers": lambda jit: jit(lambda x: (True, 2, 3.0, 4j, np.float32(5), np.int8(6)))(1.0),
     "results: numbers, as weak as they were": lambda jit: [
         y.weak_type for y in jit(lambda x: (2, 3.0, np.float32(5), jnp.float32(2), x, jnp.asarray(2.0)))(1.0)
     ],
@@ -256,43 +196,24 @@ PROGRAMS: dict[str, Program] = {
     "results: the same twice": lambda jit: jit(lambda x: (x, x, x + 1, x))(1.0),
     "results: swapped arguments": lambda jit: jit(lambda x, y: (y, 1, x))(jnp.arange(2), jnp.arange(3.0)),
     "results: none": lambda jit: jit(lambda x: None)(1.0),
-    "results: a large integer": lambda jit: jit(lambda x: 2**40)(1.0),
     "results: nothing at all": lambda jit: jit(lambda: None)(),
     "results: a string": returned("text"),
-    "results: a string in a tree": returned({"a": [1, "text"]}),
-    "results: an object": returned(Plain(1)),
-    "results: a function": returned(jnp.sin),
-    "results: a set": returned({1}),
-    "results: a thing with __array__": returned(HasArray()),
     "results: a thing with __jax_array__": returned(HasJaxArray()),
-    "results: a NumPy array of objects": returned(np.array([None], object)),
     "results: a shape": returned(jax.ShapeDtypeStruct((), jnp.float32)),
     "results: an ordered dict": lambda jit: jit(lambda x: collections.OrderedDict(b=x, a=x + 1))(1.0),
-    "results: a dict in another order": lambda jit: list(jit(lambda x: {"b": x, "a": 2 * x})(1.0)),
     "results: a subclass of tuple": lambda jit: jit(lambda x: Both((x, x)))(1.0),
-    "no arguments": lambda jit: jit(lambda: jnp.arange(3))(),
     "500 arguments": lambda jit: jit(lambda *xs: sum(xs))(*range(500)),
-    "500 in a list": lambda jit: jit(lambda xs: sum(xs))(list(range(500))),
-    "positional and keyword": lambda jit: jit(lambda x, *, y: x - y)(1.0, y=2),
     "keywords in any order": lambda jit: (lambda f: (f(a=1.0, b=2), f(b=2, a=1.0)))(jit(lambda a, b: a - b)),
     "a default that is an array": lambda jit: (lambda a: jit(lambda x, y=a: x + y)(1.0))(jnp.arange(3.0)),
-    "a default that is no array": lambda jit: jit(lambda x, mode="up": x if mode == "up" else -x)(1.0),
-    "unused arguments": lambda jit: jit(lambda x, y, z: y)(1.0, 2, jnp.ones(3)),
     "unused arguments, kept": lambda jit: jit(lambda x, y, z: y, keep_unused=True)(1.0, 2, jnp.ones(3)),
-    "unused that is no array": lambda jit: jit(lambda x, y: x)(1.0, object()),
     "inline": lambda jit: jit(lambda x: jit(lambda y: y * 2, inline=True)(x) + 1, inline=True)(1.0),
     "a deleted argument": lambda jit: (lambda x: (x.delete(), jit(lambda x: x + 1)(x)))(jnp.ones(3)),
     "a backend": lambda jit: jit(lambda x: x + 1, backend="cpu")(1.0),
     "too many arguments": lambda jit: jit(lambda x: x)(1.0, 2.0),
     "too few arguments": lambda jit: jit(lambda x, y: x)(1.0),
-    "an unexpected keyword": lambda jit: jit(lambda x: x)(1.0, z=2.0),
-    "one given twice": lambda jit: jit(lambda x: x)(1.0, x=2.0),
-    "keyword-only by position": lambda jit: jit(lambda *, x: x)(1.0),
-    "positional-only by name": lambda jit: jit(lambda x, /: x)(x=1.0),
     "arguments called self, fn, args, kwargs": lambda jit: jit(
         lambda self, fn, args, kwargs: self - fn + args * kwargs
     )(self=1.0, fn=2.0, args=3.0, kwargs=4.0),
-    "a device array on a chosen device": lambda jit: jit(lambda x: x + 1)(jax.device_put(1.0, jax.devices()[0])),
     "an array of a NamedSharding": lambda jit: jit(lambda x: x + 1)(
         jax.device_put(jnp.ones(4), jax.NamedSharding(jax.make_mesh((1,), ("i",)), jax.P("i")))
     ),
@@ -307,7 +228,6 @@ WITHOUT_STATE = (
     "a backend",
     "a float too large",
     "results: a shape",
-    "a device array on a chosen device",
     "an array of a NamedSharding",
 )
 

@@ -33,12 +33,6 @@ def eagerly(jit: Any) -> Any:
     return results, f(2.0, 3), f(2.0, 3), seen
 
 
-def eagerly_printed(jit: Any) -> Any:
-    """Values are concrete, so Python's branches work."""
-    with jax.disable_jit():
-        return jit(lambda x: x if x > 1 else -x)(2.0), jit(lambda x: float(x))(1.5), jit(lambda x: [1, 2][x])(1)
-
-
 def eagerly_donated(jit: Any) -> Any:
     x = jnp.ones(2)
     with jax.disable_jit():
@@ -64,17 +58,6 @@ def infs(jit: Any) -> Any:
         except FloatingPointError as error:
             return type(error).__name__, "inf" in str(error)
     return "nothing"
-
-
-def nans_of_a_later_call(jit: Any) -> Any:
-    f = jit(lambda x: jnp.sqrt(x))
-    with jax.debug_nans(True):
-        fine = f(4.0), f(9.0)
-        try:
-            f(-1.0)
-        except FloatingPointError as error:
-            return fine, "sqrt" in str(error) or "nan" in str(error)
-    return fine, "nothing"
 
 
 def leaks(jit: Any) -> Any:
@@ -110,12 +93,6 @@ def compile_time(jit: Any) -> Any:
         return [x] * n
 
     return jit(fn)(1.0)
-
-
-def a_mesh(jit: Any) -> Any:
-    mesh = jax.make_mesh((1,), ("i",))
-    f = jit(lambda x: jax.lax.with_sharding_constraint(x * 2, jax.NamedSharding(mesh, jax.P("i"))))
-    return np.asarray(f(jnp.ones(4))), np.asarray(f(jnp.ones(4)))
 
 
 def legacy_prng(jit: Any) -> Any:
@@ -183,28 +160,19 @@ def logged(jit: Any) -> Any:
 PROGRAMS: dict[str, Program] = {
     "enable_x64": x64,
     "enable_x64, large numbers": x64_large,
-    "enable_x64 is another trace": lambda jit: under(
-        jit, lambda x: x + 1, [nullcontext(), jax.enable_x64(True), nullcontext(), jax.enable_x64(True)], 1.0
-    ),
     "disable_jit": eagerly,
-    "disable_jit, with branches": eagerly_printed,
     "disable_jit, with donation": eagerly_donated,
     "debug_nans": nans,
-    "debug_nans, of a later call": nans_of_a_later_call,
     "debug_infs": infs,
     "checking_leaks": leaks,
     "transfer_guard": transfers,
     "default_device": lambda jit: under(
         jit, lambda x: x + 1, [nullcontext(), jax.default_device(jax.devices()[0]), nullcontext()], 1.0
     ),
-    "default_device by name": lambda jit: under(jit, lambda x: x + 1, [jax.default_device("cpu")], 1.0),
     "default_matmul_precision": lambda jit: under(
         jit, lambda x: x @ x, [nullcontext(), jax.default_matmul_precision("highest"), nullcontext()], jnp.eye(2)
     ),
     "numpy_dtype_promotion": promotion,
-    "numpy_dtype_promotion is another trace": lambda jit: under(
-        jit, lambda x: x * 2, [nullcontext(), jax.numpy_dtype_promotion("strict"), nullcontext()], 1.0
-    ),
     "numpy_rank_promotion": ranks,
     "enable_custom_prng": legacy_prng,
     "threefry_partitionable": lambda jit: under(
@@ -212,18 +180,8 @@ PROGRAMS: dict[str, Program] = {
         lambda: jax.random.uniform(jax.random.key(0), (2,)),
         [nullcontext(), jax.threefry_partitionable(False), nullcontext()],
     ),
-    "softmax_custom_jvp": lambda jit: under(jit, lambda x: jax.nn.softmax(x), [nullcontext()], jnp.ones(3)),
     "ensure_compile_time_eval": compile_time,
-    "a mesh": a_mesh,
     "log_compiles": logged,
-    "explain_cache_misses": lambda jit: under(jit, lambda x: x + 1, [jax.explain_cache_misses(False)], 1.0),
-    "check_tracer_leaks": lambda jit: under(jit, lambda x: x + 1, [jax.check_tracer_leaks(True)], 1.0),
-    "a name scope around the call": lambda jit: under(
-        jit, lambda x: x + 1, [jax.named_scope("here"), nullcontext()], 1.0
-    ),
-    "a profiler's annotation": lambda jit: under(
-        jit, lambda x: x + 1, [jax.profiler.TraceAnnotation("here"), jax.profiler.StepTraceAnnotation("s")], 1.0
-    ),
 }
 
 test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS)

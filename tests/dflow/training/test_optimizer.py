@@ -93,6 +93,7 @@ def assert_trees_close(actual: Any, wanted: Any) -> None:
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_training_equals_optax_on_arrays(name: str) -> None:
     make = TRANSFORMATIONS[name]
