@@ -11,7 +11,7 @@ from typing import Any
 from tests.composition import uses_in_process, uses_in_processes, uses_of_files, uses_on_a_cluster
 from tests.composition.kind import Kind
 from tests.composition.kinds import KINDS
-from tests.composition.refusals import judged
+from tests.composition.refusals import RIGHT, judged
 from tests.composition.use import Pair, Use
 from tests.effort import factor
 
@@ -41,14 +41,14 @@ _TOGETHER = [
 #: Every use, in the order of the docs: a new one is an entry of one of these files.
 USES: list[Use] = [*_LOCAL, *_TOGETHER]
 
-#: The recorded outcome of each use and kind: RIGHT, or the remedy of a refusal.
+#: The kinds, and the pairs that are refused: the remedy of each, by use and kind. All other pairs are right.
 CELLS = Path(__file__).with_name("cells.json")
 
 
 def cells() -> dict[str, dict[str, str]]:
-    """Read the recorded outcomes."""
-    found: dict[str, dict[str, str]] = json.loads(CELLS.read_text()) if CELLS.exists() else {}
-    return found
+    """Read the recorded outcome of each use and kind: RIGHT, or the remedy of a refusal."""
+    found = json.loads(CELLS.read_text())
+    return {use: dict.fromkeys(found["kinds"], RIGHT) | refused for use, refused in found["refused"].items()}
 
 
 def record(use: Use, kind: Kind, outcome: str) -> None:
@@ -57,13 +57,13 @@ def record(use: Use, kind: Kind, outcome: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = cells()
         known.setdefault(use.name, {})[kind.name] = outcome
-        ordered = {
-            one.name: {name: known[one.name][name] for name in KINDS if name in known[one.name]}
+        refused = {
+            one.name: {name: remedy for name in KINDS if (remedy := known[one.name].get(name, RIGHT)) != RIGHT}
             for one in USES
             if one.name in known
         }
         new = CELLS.with_suffix(".new")
-        new.write_text(json.dumps(ordered, indent=1) + "\n")
+        new.write_text(json.dumps({"kinds": [*KINDS], "refused": refused}, indent=1) + "\n")
         new.replace(CELLS)  # which another run may be reading
 
 

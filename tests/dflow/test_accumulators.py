@@ -43,34 +43,6 @@ def test_a_gradient_is_copied_even_from_a_view_that_cannot_be_written(size: int)
     np.testing.assert_array_equal(held.take(1), 1)
 
 
-def test_stale_gradients_are_dropped_and_counted() -> None:
-    held = dflow.ConditionalAccumulator(jnp.zeros(()))
-    held.apply(1.0, 0)
-    assert not held.take(1).weak_type
-    held = dflow.ConditionalAccumulator(jnp.zeros(()))
-    held.apply(1.0, 0)
-    held.take(1)
-    assert not held.apply(100.0, 0)
-    assert held.apply(4.0, 1)
-    assert (held.dropped(), float(held.take(1))) == (1, 4.0)
-    held.set_step(10)
-    assert not held.apply(1.0, 9)
-    assert (held.step, held.dropped()) == (10, 2)
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_gradients_beyond_the_limit_are_dropped_and_counted(traced: bool) -> None:
-    held = dflow.ConditionalAccumulator(jnp.zeros(()), name="g", limit=2)
-    apply: Any = dflow.jit(lambda x: held.apply(x, 0)) if traced else held.apply
-    assert [bool(apply(value)) for value in (1.0, 3.0, 100.0)] == [True, True, False]
-    assert (held.count(), held.dropped(), float(held.take(2))) == (2, 1, 2.0)
-    with pytest.raises(AccumulatorError, match="'g': a take of 3 would wait for ever, for it holds at most 2"):
-        held.take(3)
-    for limit in (0, 1.5, "2"):
-        with pytest.raises(AccumulatorError, match="'g' cannot have the limit"):
-            dflow.ConditionalAccumulator(jnp.zeros(()), name="g", limit=limit)  # type: ignore[arg-type]
-
-
 def test_the_sum_is_given_when_asked_for_and_integers_keep_their_dtype() -> None:
     held = dflow.ConditionalAccumulator(jax.ShapeDtypeStruct((2,), jnp.int32), reduction="sum")
     held.apply(np.array([1, 2], np.int32))
@@ -87,26 +59,6 @@ def test_variables_say_what_gradients_are_taken_and_may_be_given() -> None:
     assert held.take(1)[0].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_a_numpy_gradient_may_be_changed_once_it_was_applied() -> None:
-    held = dflow.ConditionalAccumulator(jnp.zeros(1024))
-    memory = np.ones(1024 + 64, np.float32)
-    # Aligned so that JAX could use the memory without a copy.
-    gradient = memory[-memory.ctypes.data % 64 // 4 :][:1024]
-    held.apply(gradient)
-    gradient[:] = 7
-    assert held.take(1).tolist() == [1.0] * 1024
-
-
-def test_threads_apply_while_another_waits() -> None:
-    held = dflow.ConditionalAccumulator(jnp.zeros(()), reduction="sum")
-    with ThreadPoolExecutor(5) as pool:
-        waiting = [pool.submit(held.take, 4, timeout_s=60) for _ in range(2)]
-        list(pool.map(lambda number: held.apply(float(number), step=9), range(8)))
-        taken = [float(future.result()) for future in waiting]
-    assert sum(taken) == sum(range(8))
-    assert (held.step, held.count()) == (2, 0)
-
-
 def test_a_take_that_waits_too_long_says_how_many_were_there_and_leaves_them() -> None:
     held = dflow.ConditionalAccumulator(jnp.zeros(()), name="g")
     held.set_step(3)
@@ -120,14 +72,6 @@ def test_a_take_that_waits_too_long_says_how_many_were_there_and_leaves_them() -
         held.take(3, timeout_s=0)
     held.apply(4.0, 3)
     assert float(held.take(3, timeout_s=0)) == 2.0
-
-
-def test_who_gave_up_does_not_take_from_who_waits() -> None:
-    held = dflow.ConditionalAccumulator(jnp.zeros(()))
-    with pytest.raises(DeadlineExceeded, match="give 5 gradients within 0 s; at step 0 it holds 0"):
-        held.take(5, timeout_s=0)
-    held.apply(2.0)
-    assert float(held.take(1, timeout_s=0)) == 2.0
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -214,19 +158,6 @@ def test_what_it_cannot_do_is_refused() -> None:
         dflow.ConditionalAccumulator(0)
     with pytest.raises(AccumulatorError, match=r"'g': take needs at least 1 gradient, not 0"):
         dflow.ConditionalAccumulator(0.0, name="g").take(0)
-
-
-def test_a_reset_ends_who_waits() -> None:
-    with dflow.container("accumulated"):
-        held = dflow.ConditionalAccumulator(0.0, name="g")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(held.take, 1, timeout_s=60)
-        dflow.reset_container("accumulated")
-        message = r"accumulator 'accumulated/g' is gone: container 'accumulated' was reset"
-        with pytest.raises(AccumulatorError, match=message):
-            waiting.result()
-    with pytest.raises(AccumulatorError, match=message):
-        held.apply(1.0)
 
 
 # In traced code.

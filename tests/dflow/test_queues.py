@@ -40,47 +40,6 @@ def test_what_is_enqueued_is_not_changed_by_its_owner() -> None:
     assert [np.asarray(queue.dequeue()).sum() for _ in range(4)] == [0, 0, 0, 0]
 
 
-def test_many_at_once_and_what_is_left() -> None:
-    queue = numbers()
-    queue.enqueue_many(jnp.arange(5.0))
-    assert queue.dequeue_many(2).tolist() == [0, 1]
-    queue.close()
-    with pytest.raises(
-        dflow.QueueClosed, match="queue 'q' is closed and cannot give 4 elements; it holds 3 of at most 8"
-    ):
-        queue.dequeue_many(4)
-    rows, count = queue.dequeue_up_to(4)
-    assert (rows.tolist(), int(count)) == ([2, 3, 4, 0], 3)
-    with pytest.raises(dflow.QueueClosed, match="cannot take 1 element"):
-        queue.enqueue(1.0)
-    assert queue.dequeue_many(0).shape == (0,)
-
-
-def test_a_shuffle_queue_gives_each_element_once_in_the_order_of_its_seed() -> None:
-    def order(seed: int) -> list[float]:
-        queue = dflow.RandomShuffleQueue(8, 2, F32, seed=seed)
-        queue.enqueue_many(jnp.arange(8.0))
-        first = [float(queue.dequeue()) for _ in range(6)]
-        with pytest.raises(dflow.DeadlineExceeded, match="holds 2 of at most 8"):
-            queue.dequeue(timeout_s=0)
-        queue.close()
-        return first + drained(queue)
-
-    assert order(1) == order(1) != order(2)
-    assert sorted(order(3)) == list(range(8))
-    with pytest.raises(QueueError, match="a queue of capacity 2 that holds 2 back gives nothing"):
-        dflow.RandomShuffleQueue(2, 2, F32)
-
-
-def test_a_priority_queue_gives_the_lowest_first() -> None:
-    queue = dflow.PriorityQueue(8, (I32, F32))
-    for priority, value in ((3, 0.0), (-1, 1.0), (3, 2.0), (0, 3.0)):
-        queue.enqueue((priority, value))
-    assert queue.dequeue_many(4)[1].tolist() == [1, 3, 0, 2]
-    with pytest.raises(QueueError, match="priority queue: expected an int32 or int64 scalar as its first component"):
-        dflow.PriorityQueue(8, (F32, I32))
-
-
 def test_a_padding_queue_pads_to_the_largest() -> None:
     queue = dflow.PaddingFIFOQueue(4, dflow.PaddedSpec((None, 2), jnp.float32), name="ragged")
     for length in (1, 3, 2):
@@ -109,8 +68,8 @@ def test_a_queue_is_gone_with_its_last_user() -> None:
         LOCAL.store.resource(key)
 
 
-@pytest.mark.parametrize("capacity", [1, 5])
-def test_threads_of_compiled_steps_account_for_every_element(capacity: int) -> None:
+def test_threads_of_compiled_steps_account_for_every_element() -> None:
+    capacity = 1
     threads, turns, many = 4, 10, 3
     queue = dflow.FIFOQueue(capacity, (I32, F32), name="stress")
     taken, steps = dflow.Variable(jnp.zeros(threads * turns * many), name="taken"), dflow.Variable(0, name="steps")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,26 +13,6 @@ import pytest
 
 import dflow
 from tests.dflow.number_queues import F32, WAIT_S, drained, numbers
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        lambda queue: jax.lax.scan(lambda c, x: (c + queue.dequeue() * x, c), 0.0, jnp.arange(1.0, 4))[0],
-        lambda queue: jax.lax.fori_loop(1, 4, lambda i, c: c + queue.dequeue() * i, 0.0),
-        lambda queue: (
-            jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + queue.dequeue() * c[0]), (0, 0.0))[1] + 6
-        ),
-        lambda queue: jax.lax.while_loop(lambda c: queue.dequeue() < 3, lambda c: c + 7.0, 0.0),
-        lambda queue: jax.jit(lambda: queue.dequeue() + queue.dequeue() * 2 + queue.dequeue() * 3)(),
-        lambda queue: jax.checkpoint(lambda: queue.dequeue() + queue.dequeue() * 2 + queue.dequeue() * 3)(),
-        lambda queue: (queue.dequeue_many(3) * jnp.arange(1.0, 4)).sum(),
-    ],
-)
-def test_program_order_holds_wherever_the_ops_stand(loop: Callable[[Any], Any]) -> None:
-    queue = numbers(1, 2, 3)
-    assert float(dflow.jit(lambda: loop(queue))()) == 14
-    assert drained(queue) == []
 
 
 def test_a_loop_of_no_turns_and_constants_of_bodies() -> None:
@@ -109,23 +88,6 @@ def test_a_loop_of_no_turns_stacks_no_keys(impl: str, shape: tuple[int, ...]) ->
     last, (stacked, rows) = step(jnp.zeros(0))
     assert (last, rows.shape) == (0, (0,))
     assert (stacked.shape, stacked.dtype) == ((0, *shape), keys.dtype)
-
-
-def test_variables_and_queues_share_a_body() -> None:
-    queue, total = numbers(1, 2, 3), dflow.Variable(0.0, name="total")
-
-    @dflow.jit
-    def step() -> Any:
-        def turn(_: Any, c: Any) -> Any:
-            total.assign_add(queue.dequeue())
-            queue.enqueue(total.read())
-            return c + total.read()
-
-        before = total.read()
-        return before, jax.lax.fori_loop(0, 3, turn, 0.0), total.read()
-
-    assert [float(value) for value in step()] == [0, 10, 6]
-    assert drained(queue) == [1, 3, 6]
 
 
 def test_a_gradient_flows_past_queues_and_not_through_them() -> None:

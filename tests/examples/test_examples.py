@@ -24,15 +24,6 @@ def accuracy(output: str) -> float:
 
 
 @pytest.mark.once
-@pytest.mark.long
-def test_digits_in_one_process() -> None:
-    with Spawned("examples/digits.py", "--steps", "60", cwd=ROOT) as ran:
-        status, output = ran.finish()
-    assert status == 0, output
-    assert accuracy(output) > 0.6
-
-
-@pytest.mark.once
 def test_digits_on_a_cluster() -> None:
     words = (
         "-m",

@@ -11,15 +11,13 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.jax_suite import process
 from tests.jax_suite.__main__ import chosen, each, main
 from tests.jax_suite.child import last_line
 from tests.jax_suite.compare import Exceptions, FileComparison
-from tests.jax_suite.process import FileRun, Limits, Outcome, Stopped, run_file
+from tests.jax_suite.process import FileRun, Limits, Outcome, run_file
 
 pytestmark = pytest.mark.long
 
@@ -147,19 +145,6 @@ def test_a_file_has_a_time_of_its_own(tmp_path: Path) -> None:
     assert [name for name, one in found.tests.items() if one.outcome == "passed"] == ["long_test.py::test_first"]
 
 
-def test_an_interrupt_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[subprocess.Popen[bytes]] = []
-
-    def interrupted(child: subprocess.Popen[bytes], *_: object) -> str:
-        begun.append(child)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(process, "_watch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_file("any_test.py", "jax", tmp_path, Limits())
-    assert [child.wait(timeout=60) for child in begun] == [-signal.SIGKILL]
-
-
 def test_a_folder_without_test_files_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "say a folder that holds them" in capsys.readouterr().out
@@ -194,23 +179,6 @@ def test_a_name_stands_for_the_files_of_any_folder(tmp_path: Path) -> None:
     assert chosen(tmp_path, ["b_test.py"]) == (["pallas/b_test.py", "pallas/deep/b_test.py"], [])
     everything = ["pallas/b_test.py", "pallas/c_test.py", "pallas/deep/b_test.py"]
     assert chosen(tmp_path, ["pallas", "c_test.py"]) == (everything, [])
-
-
-def test_a_run_that_is_stopped_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "long_test.py").write_text("import threading\nthreading.Event().wait()\n")
-    begun: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-
-    def noted(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
-        begun.append(popen(*words, **options))
-        return begun[0]
-
-    monkeypatch.setattr(subprocess, "Popen", noted)
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(Stopped):
-        run_file("long_test.py", "jax", tmp_path, Limits(), stop=stop)
-    assert [child.wait(timeout=60) for child in begun] == [-signal.SIGKILL]
 
 
 def test_a_runner_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:

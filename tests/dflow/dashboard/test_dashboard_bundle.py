@@ -34,18 +34,6 @@ def test_the_built_files_belong_to_the_sources() -> None:
     assert found == built["files"], f"a built file was changed by hand: {REMEDY}"
 
 
-def test_a_changed_or_added_source_has_another_digest(tmp_path: Path) -> None:
-    (tmp_path / "node_modules").mkdir()
-    (tmp_path / "node_modules" / "x.js").write_text("1")
-    (tmp_path / "a.js").write_text("1")
-    digests = [digest_of_sources(tmp_path)]
-    (tmp_path / "a.js").write_text("2")
-    digests.append(digest_of_sources(tmp_path))
-    (tmp_path / "b.js").write_text("")
-    digests.append(digest_of_sources(tmp_path))
-    assert len(set(digests)) == 3
-
-
 def test_the_licences_of_all_bundled_packages_are_with_it() -> None:
     lock = json.loads((WEB / "package-lock.json").read_text())["packages"]
     bundled = {path.removeprefix("node_modules/") for path, about in lock.items() if path and not about.get("dev")}

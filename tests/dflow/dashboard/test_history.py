@@ -81,16 +81,6 @@ def test_series_are_chosen_by_quantity() -> None:
     }
 
 
-@pytest.mark.parametrize("most", [2, 3, 7])
-def test_an_odd_number_of_points_is_thinned_too(most: int) -> None:
-    series = Series(most)
-    for index in range(100):
-        series.add(float(index), index, float(index % 10))
-        assert len(series) <= most
-    assert column(series, "at_s")[-1] == 99.0
-    assert (min(column(series, "low")), max(column(series, "high"))) == (0.0, 9.0)
-
-
 @pytest.mark.parametrize("name", ["steps/s", "processor", "missed", "queue examples", "metric steps/s"])
 def test_a_metric_with_the_name_of_a_rate_is_a_curve_of_its_own(name: str) -> None:
     history = History()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,82 +101,62 @@ def of_a_newer_jax(path: Path) -> None:
 
 COPY_AGAIN = "copy the directory again, or export again"
 
-#: A kind of damage, the fact in the message, and the remedy.
-DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "no directory": (shutil.rmtree, "there is no directory", "dflow.export(fn, ...).save(path)"),
-    "no manifest": (
-        removed("manifest.json"),
-        "holds no export: it has no manifest.json, but constants, programs, variables",
-        "give the directory that dflow.export(...).save wrote",
+
+class Damaged(NamedTuple):
+    """A kind of damage, and the remedy in the message."""
+
+    damage: Callable[[Path], None]
+    remedy: str
+
+
+#: By the fact in the message.
+DAMAGES: dict[str, Damaged] = {
+    "there is no directory": Damaged(shutil.rmtree, "dflow.export(fn, ...).save(path)"),
+    "holds no export: it has no manifest.json, but constants, programs, variables": Damaged(
+        removed("manifest.json"), "give the directory that dflow.export(...).save wrote"
     ),
-    "a manifest that is cut": (cut("manifest.json"), "manifest.json is damaged: ", COPY_AGAIN),
-    "a manifest that is no manifest": (
-        changed("manifest.json", dict.clear),
-        "manifest.json is damaged: Object missing required field `format`",
-        COPY_AGAIN,
+    "manifest.json is damaged: Object missing required field `format`": Damaged(
+        changed("manifest.json", dict.clear), COPY_AGAIN
     ),
-    "a manifest without a part": (
-        changed("manifest.json", lambda m: m["signatures"]["serve"].pop("result")),
-        "manifest.json is damaged: Object missing required field `result`",
-        COPY_AGAIN,
-    ),
-    "a name that leads elsewhere": (
+    "manifest.json is damaged: '../serve' is no name of a function": Damaged(
         changed("manifest.json", lambda m: m["signatures"].update({"../serve": m["signatures"].pop("serve")})),
-        "manifest.json is damaged: '../serve' is no name of a function",
         COPY_AGAIN,
     ),
-    "a function of variables that are not there": (
-        changed("manifest.json", lambda m: m["variables"].clear()),
-        "manifest.json is damaged: serve uses 'layer/w', and says nothing else of it",
-        COPY_AGAIN,
+    "manifest.json is damaged: serve uses 'layer/w', and says nothing else of it": Damaged(
+        changed("manifest.json", lambda m: m["variables"].clear()), COPY_AGAIN
     ),
-    "a newer format": (
+    f"is of format {FORMAT + 1}, written by dflow 9.1; this is dflow {dflow.__version__}, which reads": Damaged(
         changed("manifest.json", lambda m: m.update(format=FORMAT + 1, dflow="9.1", signatures=[])),
-        f"is of format {FORMAT + 1}, written by dflow 9.1; this is dflow {dflow.__version__}, which reads formats up",
         "install dflow 9.1 or newer",
     ),
-    "a newer convention of calls": (
-        of_convention(1000),
-        f"was written by JAX {jax.__version__}, whose programs are called by convention 1000; JAX {jax.__version__}",
-        "install a newer JAX",
+    f"was written by JAX {jax.__version__}, whose programs are called by convention 1000; JAX": Damaged(
+        of_convention(1000), "install a newer JAX"
     ),
-    "an older convention of calls": (of_convention(1), "called by convention 1;", "export again with a newer JAX"),
-    "a program that is missing": (removed("programs/serve"), "programs/serve is damaged: it is missing", COPY_AGAIN),
-    "a program that is cut": (cut("programs/serve"), "expected ", COPY_AGAIN),
-    "a program with a wrong bit": (
-        flipped("programs/serve"),
-        "programs/serve is damaged: its digest is not the one in the manifest",
-        COPY_AGAIN,
+    "called by convention 1;": Damaged(of_convention(1), "export again with a newer JAX"),
+    "programs/serve is damaged: it is missing": Damaged(removed("programs/serve"), COPY_AGAIN),
+    "expected ": Damaged(cut("programs/serve"), COPY_AGAIN),
+    "programs/serve is damaged: its digest is not the one in the manifest": Damaged(
+        flipped("programs/serve"), COPY_AGAIN
     ),
-    "a program that is none": (
-        lambda path: put(path, b"nothing"),
-        f"JAX {jax.__version__} cannot read the program 'serve'",
-        f"load it with JAX {jax.__version__}, or export it again",
+    f"JAX {jax.__version__} cannot read the program 'serve'": Damaged(
+        lambda path: put(path, b"nothing"), f"load it with JAX {jax.__version__}, or export it again"
     ),
-    "a program of a newer JAX": (
-        of_a_newer_jax,
-        f"JAX {jax.__version__} cannot read the program 'serve'",
-        "load it with JAX 99.1, or export it again; JAX says:",
+    "cannot read the program 'serve'": Damaged(of_a_newer_jax, "load it with JAX 99.1, or export it again; JAX says:"),
+    "'layer/w'": Damaged(removed("variables/layer/w/c.0"), COPY_AGAIN),
+    "'TABLE'": Damaged(flipped("constants/TABLE/c.0.0"), COPY_AGAIN),
+    "there is no array 'v'": Damaged(
+        changed("manifest.json", lambda m: m["variables"].update(v={"type": "f32[]", "trainable": True})), COPY_AGAIN
     ),
-    "an array that is missing": (removed("variables/layer/w/c.0"), "'layer/w'", COPY_AGAIN),
-    "an array with a wrong bit": (flipped("constants/TABLE/c.0.0"), "'TABLE'", COPY_AGAIN),
-    "a variable that is not there": (
-        changed("manifest.json", lambda m: m["variables"].update(v={"type": "f32[]", "trainable": True})),
-        "there is no array 'v'",
-        COPY_AGAIN,
-    ),
-    "a variable of another type": (
-        changed("manifest.json", lambda m: m["variables"]["layer/w"].update(type="f32[3]")),
-        "layer/w is f32[200], and f32[3] in the manifest",
-        COPY_AGAIN,
+    "layer/w is f32[200], and f32[3] in the manifest": Damaged(
+        changed("manifest.json", lambda m: m["variables"]["layer/w"].update(type="f32[3]")), COPY_AGAIN
     ),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_directory_that_cannot_be_loaded_says_why_and_what_to_do(damage: str, copy: Path) -> None:
-    do, fact, remedy = DAMAGES[damage]
-    do(copy)
+@pytest.mark.parametrize("fact", DAMAGES)
+def test_a_directory_that_cannot_be_loaded_says_why_and_what_to_do(fact: str, copy: Path) -> None:
+    damage, remedy = DAMAGES[fact]
+    damage(copy)
     with pytest.raises(dflow.ExportError) as caught:
         dflow.load(copy)
     text = str(caught.value)

@@ -53,17 +53,13 @@ def looped(t: Any, ids: Any) -> Any:
 USES: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Any], Any]] = {
     "lookup": (table, lambda t, ids: t(ids), IDS),
     "shards": (partial(table, shards=3), lambda t, ids: t(ids), IDS),
-    "modulo": (partial(table, shards=3, by="modulo"), lambda t, ids: t(ids), IDS),
     "columns": (partial(table, shards=2, by="columns"), lambda t, ids: t(ids), IDS),
     "bag": (partial(table, shards=3), lambda t, ids: t.bag(ids[None], combine="mean"), IDS),
-    "segments": (table, lambda t, ids: t.bag(ids, segments=jnp.zeros_like(ids), bags=1), IDS),
     "vmap": (table, lambda t, ids: jax.vmap(t)(ids), IDS),
     "scan": (partial(table, shards=3), scanned, FIXED),
     "while_loop": (table, looped, FIXED),
     "cond": (table, lambda t, ids: jax.lax.cond(ids[0] == 1, lambda: t(ids).sum(), lambda: 0.0), FIXED),
-    "checkpoint": (table, lambda t, ids: jax.checkpoint(t)(ids), IDS),
     "custom_jvp": (table, lambda t, ids: doubled(t)(ids), FIXED),
-    "computed": (table, lambda t, ids: t((ids * 1.0).astype(jnp.int32)), IDS),
     "gradient": (table, lambda t, ids: dflow.grad(lambda: jnp.sum(t(ids) ** 2), [t])()[0].read(), FIXED),
     "loss": (partial(table, shards=2), lambda t, ids: dflow.softmax_cross_entropy(t, jnp.ones((3, 2)), ids), FIXED),
 }
@@ -161,17 +157,3 @@ def test_the_server_refuses_the_request_and_names_its_input(tmp_path: Path) -> N
         assert ask(1, 30) == (200, None)
         assert ask(1, 300) == (400, "input 'item': table 'items': expected ids from 0 to 99, got 300")
         assert ask(-3, 30) == (400, "input 'user': table 'users': expected ids from 0 to 9, got -3")
-
-
-def test_a_loaded_function_without_ids_calls_its_program_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, count, call = [], dflow.Variable(0.0, name="count"), jax.export.Exported.call
-
-    def counted(program: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(program)
-        return call(program, *args, **kwargs)
-
-    dflow.export(lambda x: count.assign_add(2 * x), 1.0, platforms=["cpu"]).save(tmp_path / "m")
-    model = dflow.load(tmp_path / "m", prefix="loaded/")
-    monkeypatch.setattr(jax.export.Exported, "call", counted)
-    model(1.0)
-    assert (len(calls), model.variables["count"].read()) == (1, 2.0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -349,26 +347,6 @@ def test_lists_stand_for_tuples_and_foreign_tensors_for_arrays() -> None:
     assert [(float(x[0, 0]), y.tolist()) for x, y in _rest(queue)] == [(0.0, [0, 1]), (1.0, [0, 1]), (2.0, [0, 1])]
 
 
-@pytest.mark.once  # the second Python of CI has no PyTorch
-def test_a_torch_data_loader_is_fed() -> None:
-    torch = pytest.importorskip("torch")
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6)), batch_size=3
-    )
-    queue = _queue(4, (jax.ShapeDtypeStruct((3, 2), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32)))
-    feed(loader, queue)
-    assert [y.tolist() for _, y in _rest(queue)] == [[0, 1, 2], [3, 4, 5]]
-
-
-@pytest.mark.once  # nor Grain
-def test_a_grain_dataset_is_fed() -> None:
-    grain = pytest.importorskip("grain")
-    dataset = grain.MapDataset.range(10).map(lambda number: {"n": number}).batch(4).to_iter_dataset()
-    queue = _queue(4, {"n": jax.ShapeDtypeStruct((4,), jnp.int32)})
-    with feed(itertools.islice(dataset, 2), queue):
-        assert [element["n"].tolist() for element in _rest(queue)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_arrays_are_put_on_the_device_that_is_given() -> None:
     device, queue = jax.devices()[-1], _queue()
     feed(range(3), queue, device=device)
@@ -397,17 +375,6 @@ def test_arrays_are_put_on_the_device_that_is_given() -> None:
 def test_what_cannot_be_used_is_refused(call: Any, says: str) -> None:
     with pytest.raises(dflow.InputError, match=says):
         call()
-
-
-def test_a_process_ends_though_a_feed_runs() -> None:
-    script = """
-import itertools, jax, jax.numpy as jnp, dflow
-queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.int32))
-running = dflow.data.feed(itertools.count(), queue)
-print(int(queue.dequeue()))
-"""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert (ran.returncode, ran.stdout) == (0, "0\n"), ran.stderr
 
 
 def test_a_process_that_ends_waits_no_longer_for_many_slow_feeds_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ import dflow
 from dflow.data import feed
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
-from tests.distributed.processes import Spawned
 from tests.distributed.waiting import until
 
 WAIT_S = 60.0
@@ -178,43 +176,3 @@ def test_a_lost_task_ends_the_feed_with_an_error_that_names_it(
 def test_a_device_for_elements_that_travel_is_refused(workers: tuple[Cluster, Cluster]) -> None:
     with pytest.raises(dflow.InputError, match=r"device=.*whose elements are sent to its task(.|\n)*leave device out"):
         feed([1], fifo(workers[0]), device=jax.devices()[0])
-
-
-#: Worker 0 feeds, and worker 1 takes: first all of a list, then up to the error of an iterable.
-FEED = """
-import numpy as np, jax, jax.numpy as jnp
-import dflow
-
-cluster = dflow.connect()
-with cluster.parameter_servers():
-    numbers = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((3,), jnp.float32), name="numbers")
-    lines = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.int32), name="lines")
-
-if cluster.index == 0:
-    dflow.data.feed((np.full(3, number, np.float32) for number in range(50)), numbers).join()
-    dflow.data.feed(map(int, ["1", "two"]), lines).join()
-else:
-    step = dflow.jit(lambda: numbers.dequeue().sum())
-    total = 0.0
-    try:
-        while True:
-            total += float(step())
-    except dflow.QueueClosed:
-        cluster.report("total", total)
-    cluster.report("line", float(lines.dequeue()))
-    try:
-        lines.dequeue()
-    except dflow.FeedError as error:
-        cluster.report("failed", "it raised ValueError: invalid literal" in str(error))
-cluster.barrier("end")
-cluster.close()
-"""
-
-
-def test_one_process_feeds_another(tmp_path: Path) -> None:
-    (tmp_path / "feed.py").write_text(FEED)
-    with Spawned("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "feed.py", cwd=tmp_path) as launched:
-        status, output = launched.finish()
-    assert status == 0, output
-    for name, value in (("total", 3 * sum(range(50))), ("line", 1), ("failed", 1)):
-        assert re.search(rf"\b{name} {value}\b", output), output

@@ -11,8 +11,7 @@ from dflow.tables.bucket_load import rows_for, share_without_row
 from dflow.tables.id_routing import bucket_of
 
 
-@pytest.mark.parametrize("load", [0.6, 0.8, 1.0])
-@pytest.mark.parametrize("bucket", [8, 32])
+@pytest.mark.parametrize(("load", "bucket"), [(0.6, 8), (0.8, 32), (1.0, 32)])
 def test_the_share_of_ids_without_a_row_is_as_computed(load: float, bucket: int) -> None:
     count = 200_000
     ids = dflow.wide_ids(np.arange(count) * 7919)

@@ -398,16 +398,6 @@ def test_mistakes(use: Callable[[], Any], message: str) -> None:
         use()
 
 
-@settings(max_examples=examples(30), deadline=None)
-@given(st.lists(st.booleans(), min_size=1, max_size=200), st.sampled_from([1, 8, 64]))
-def test_the_places_of_true_elements(flags: list[bool], room: int) -> None:
-    expected = np.flatnonzero(flags)[:room]
-    padded = np.zeros(200, bool)
-    padded[: len(flags)] = flags
-    found = jax.jit(changed_rows._first_true, static_argnums=1)(padded, room)
-    np.testing.assert_array_equal(found[: len(expected)], expected)
-
-
 def test_a_copy_in_each_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with (

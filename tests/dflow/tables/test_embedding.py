@@ -59,23 +59,14 @@ def map_of_jax(table: dflow.Embedding, ids: Any) -> Any:
 #: Ways to a lookup that XLA runs, or JAX transforms.
 LOOKUPS: dict[str, Callable[[dflow.Embedding, Any], Any]] = {
     "scan": map_of_jax,
-    "loop": lambda table, ids: dflow.jit(
-        lambda ids: jax.lax.fori_loop(0, 2, lambda i, total: total + table(ids[i]).sum(), 0.0)
-    )(ids),
-    "while": lambda table, ids: dflow.jit(
-        lambda ids: jax.lax.while_loop(lambda i: i[0] < 2, lambda i: (i[0] + 1, table(ids[i[0]]).sum()), (0, 0.0))
-    )(ids),
     "cond": lambda table, ids: dflow.jit(lambda ids: jax.lax.cond(ids[0] > 0, lambda: table(ids).sum(), lambda: 0.0))(
         ids
     ),
     "vmap": lambda table, ids: dflow.jit(jax.vmap(table))(ids),
-    "vmap of a function": lambda table, ids: jax.vmap(dflow.jit(table))(ids),
     "vmap of a scan": lambda table, ids: jax.vmap(dflow.jit(lambda ids: jax.lax.map(table, ids)))(ids[None]),
     "grad of a scan": lambda table, ids: dflow.jit(
         lambda ids: dflow.grad(lambda: jax.lax.map(table, ids).sum(), table)()
     )(ids),
-    "eager grad of a scan": lambda table, ids: dflow.grad(lambda: jax.lax.map(table, ids).sum(), table)(),
-    "grad of JAX": lambda table, ids: jax.grad(lambda x: dflow.jit(lambda ids: table(ids).sum() * x)(ids))(1.0),
     "evaluation": lambda table, ids: dflow.evaluate(lambda ids: jax.lax.map(table, ids).mean(), [ids]),
     "compiled": lambda table, ids: dflow.jit(lambda ids: jax.lax.map(table, ids)).lower(ids).compile()(ids),
     "bag": lambda table, ids: dflow.jit(lambda ids: jax.lax.map(lambda id: table.bag(id[None]), ids))(ids),
@@ -89,22 +80,6 @@ LOOKUPS: dict[str, Callable[[dflow.Embedding, Any], Any]] = {
 def computed_later(ids: Any) -> Any:
     """The ids, which are not computed yet when the call returns."""
     return ids + (jax.lax.fori_loop(0, 3_000_000, lambda _, x: jnp.cos(x), 0.5) > 2)
-
-
-def test_only_a_compiled_function_with_a_check_waits(table: dflow.Embedding, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, total = jnp.array([1, 2]), dflow.Variable(1.0, name="total")
-    with_check, without = (
-        dflow.jit(function).lower(ids).compile()
-        for function in (lambda ids: jax.lax.map(table, ids), lambda ids: ids * total)
-    )
-    awaited: list[Any] = []
-    original = jax.block_until_ready
-    monkeypatch.setattr(jax, "block_until_ready", lambda tree: awaited.append(tree) or original(tree))
-    monkeypatch.setattr(id_checks, "await_arrays", awaited.append)
-    without(ids)
-    assert not awaited
-    with_check(ids)
-    assert len(awaited) == 1
 
 
 @pytest.mark.parametrize("way", LOOKUPS)
@@ -137,22 +112,9 @@ def test_a_failed_check_in_a_loop_changes_no_variable(table: dflow.Embedding) ->
     assert steps.read() == 1
 
 
-def test_an_id_without_a_row_is_named_on_a_cluster() -> None:
-    with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
-        with worker.parameter_servers():
-            table = dflow.Embedding(100, 4, name="words")
-        step = dflow.jit(lambda ids: table(ids).sum())
-        with pytest.raises(dflow.InputError, match=r"'words': expected ids from 0 to 99, got 111 at \(2,\)"):
-            step(jnp.array([1, 2, 111]))
-        assert step(jnp.array([1, 2, 99])) == table.read()[jnp.array([1, 2, 99])].sum()
-
-
 #: Loops and branches around a step that takes ids.
 LOOPS: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
     "scan": lambda step, ids: jax.lax.map(step, ids).sum(),
-    "while": lambda step, ids: jax.lax.while_loop(
-        lambda carry: carry[0] < len(ids), lambda carry: (carry[0] + 1, carry[1] + step(ids[carry[0]])), (0, 0.0)
-    )[1],
     "cond": lambda step, ids: jax.lax.cond(ids.sum() > 0, step, lambda _: 0.0, ids[1]),
 }
 

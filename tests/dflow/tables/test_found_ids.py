@@ -14,7 +14,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import dflow
-from dflow.testing import memory_cluster
 
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
@@ -113,24 +112,3 @@ def test_a_vocabulary_goes_through_orbax_by_its_own_names(tmp_path: Path) -> Non
         step(IDS)
         assert not dflow.restore(tmp_path / name, state).missing
         np.testing.assert_array_equal(held(IDS), rows)
-
-
-def test_a_worker_exports_a_model_of_tables_on_tasks(tmp_path: Path) -> None:
-    with memory_cluster(ps=2) as memory:
-        cluster = memory.worker()
-        with cluster.parameter_servers():
-            held, optimizer = table()
-            plain = dflow.Embedding(8, 2, name="plain")
-        step = dflow.jit(trained(held, optimizer))
-        step(IDS)
-        bits = dflow.spec("b, 2", jnp.uint32)
-
-        def look(high: Any, low: Any, ids: Any) -> Any:
-            return held(dflow.WideIds(high, low)) + plain(ids)
-
-        ids = np.array([[0, 7], [3, 3], [1, 2]], np.int32)
-        dflow.export(look, bits, bits, dflow.spec("b, 2", jnp.int32), platforms=["cpu"]).save(tmp_path / "m")
-        expected = dflow.jit(look)(IDS.high, IDS.low, ids)
-        cluster.close()
-    model = dflow.load(tmp_path / "m")
-    np.testing.assert_allclose(model(IDS.high, IDS.low, ids), expected, rtol=1e-6)

@@ -31,7 +31,7 @@ def cases(draw: Any) -> tuple[ShardLayout, np.ndarray[Any, Any]]:
     return layout, np.asarray(numbers, np.int32)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(cases())
 def test_each_shard_is_asked_for_its_rows_once(case: tuple[ShardLayout, np.ndarray[Any, Any]]) -> None:
     layout, numbers = case
@@ -57,7 +57,7 @@ def test_each_shard_is_asked_for_its_rows_once(case: tuple[ShardLayout, np.ndarr
             assert place >= len(found)
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(cases(), st.sampled_from(sorted(COMBINED)))
 def test_rows_for_one_number_are_combined(case: tuple[ShardLayout, np.ndarray[Any, Any]], kind: str) -> None:
     layout, numbers = case

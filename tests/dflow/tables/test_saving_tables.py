@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -153,9 +152,8 @@ def test_shards_are_restored_onto_other_shards(
             same(arrays_in(folder / f"{number + 1}"), expected)
 
 
-@pytest.mark.parametrize("rule", OPTIMIZERS)
-def test_training_goes_on_with_other_shards(worker: Cluster, rule: str, tmp_path: Path) -> None:
-    whole, sharded = Program(dflow.connect(), Division(0), rule), Program(worker, Division(3, "modulo"), rule)
+def test_training_goes_on_with_other_shards(worker: Cluster, tmp_path: Path) -> None:
+    whole, sharded = Program(dflow.connect(), Division(0)), Program(worker, Division(3, "modulo"))
     whole.step()
     whole.save(tmp_path / "c")
     sharded.restore(tmp_path / "c")
@@ -226,15 +224,6 @@ def test_a_table_is_saved_to_a_store_and_as_one_file(worker: Cluster, tmp_path: 
             restored = Program(worker, other)
             assert len(restored.restore(path).restored) == 4
             same(restored.table.read(), expected["table"])
-
-
-def test_a_table_is_restored_from_what_orbax_wrote(worker: Cluster, tmp_path: Path) -> None:
-    table = np.arange(115, dtype=np.float32).reshape(SHAPE)
-    with ocp.StandardCheckpointer() as orbax:
-        orbax.save(tmp_path / "c", {"table": table})
-    program = Program(worker, Division(4, "modulo"))
-    assert program.restore(tmp_path / "c", strict=False).restored == ("table",)
-    same(program.table.read(), table)
 
 
 def test_names_of_shards_are_those_of_the_whole(tmp_path: Path) -> None:

@@ -34,17 +34,6 @@ def trained_on(made: GrowingTable) -> list[Any]:
     return [(made.table(ids), made.train(ids), made.owners()) for ids in batches(8, 2)]
 
 
-def test_an_export_looks_up_alone(trained: GrowingTable, tmp_path: Path) -> None:
-    ids = dflow.wide_ids(np.arange(6))
-    look_up = dflow.jit(lambda high, low: trained.table(dflow.WideIds(high, low)))
-    dflow.export(look_up, ids.high, ids.low).save(tmp_path / "served")
-    served = dflow.load(tmp_path / "served", prefix="served/")
-    before = trained.owners()
-    np.testing.assert_array_equal(served.call(ids.high, ids.low), trained.table(ids))
-    trained.table(np.arange(100, 106))
-    assert trained.owners() == before
-
-
 def test_training_goes_on_after_a_restore_onto_other_shards(trained: GrowingTable, tmp_path: Path) -> None:
     dflow.save(tmp_path / "saved", {"table": trained.table, "optimizer": trained.optimizer})
     with dflow.container("second"):

@@ -31,12 +31,8 @@ def initial() -> Any:
     return jax.random.normal(jax.random.key(0), SHAPE)
 
 
-#: Each division in one process, and one of them on a cluster; `make test` has all.
-PLACES = [
-    pytest.param(place, by, marks=[pytest.mark.long] if place == "cluster" and by != "rows" else [])
-    for place in ("one process", "cluster")
-    for by in BY
-]
+#: Each division in one process, and one of them on a cluster.
+PLACES = [*(("one process", by) for by in BY), ("cluster", "rows")]
 
 
 @pytest.fixture(scope="module", params=["one process", "cluster"])
@@ -86,7 +82,7 @@ def test_it_is_as_the_whole_variable(servers: Any, by: str) -> None:
     np.testing.assert_array_equal(table.read(), now[::-1])
 
 
-@pytest.mark.parametrize(("servers", "by"), PLACES, indirect=["servers"])
+@pytest.mark.parametrize(("servers", "by"), [("one process", "columns"), ("cluster", "modulo")], indirect=["servers"])
 def test_optimizers_update_it_as_the_whole_variable(servers: Any, by: str) -> None:
     made = {}
     transformation = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
@@ -171,7 +167,7 @@ def test_mistakes(use: Any, error: type[Exception], message: str) -> None:
         use(table)
 
 
-@pytest.mark.parametrize("by", ["rows", "modulo"])
+@pytest.mark.parametrize(("servers", "by"), [("one process", "rows"), ("cluster", "modulo")], indirect=["servers"])
 def test_a_large_shard_begins_block_by_block(servers: Any, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks give the bits of the whole; an initialiser that needs the whole is not computed in blocks."""
     monkeypatch.setattr("dflow.tables.initial_part.BLOCK_BYTES", 1 << 20)

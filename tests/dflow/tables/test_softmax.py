@@ -21,17 +21,15 @@ HIDDEN = jax.random.normal(jax.random.key(1), (2, 3, DIM))
 LABELS = jnp.array([[0, 36, 5], [17, 5, 30]])
 
 
-#: The divisions as arguments, by name. That by rows is uneven.
-BY: dict[str, dict[str, Any]] = {"rows": {"traffic": 1 / np.arange(1, CLASSES + 1)}, "modulo": {"by": "modulo"}}
-
-
-def tables(by: str) -> tuple[dflow.ShardedVariable, dflow.ShardedVariable]:
+def tables() -> tuple[dflow.ShardedVariable, dflow.ShardedVariable]:
+    """Weights in shards of several sizes, and a bias for them."""
     weights = dflow.ShardedVariable(
-        lambda: jax.random.normal(jax.random.key(2), (CLASSES, DIM)), shards=3, name=f"weights {by}", **BY[by]
+        lambda: jax.random.normal(jax.random.key(2), (CLASSES, DIM)),
+        shards=3,
+        name="weights",
+        traffic=1 / np.arange(1, CLASSES + 1),
     )
-    bias = dflow.ShardedVariable(
-        lambda: jax.random.normal(jax.random.key(3), (CLASSES,)), near=weights, name=f"bias {by}"
-    )
+    bias = dflow.ShardedVariable(lambda: jax.random.normal(jax.random.key(3), (CLASSES,)), near=weights, name="bias")
     return weights, bias
 
 
@@ -39,11 +37,10 @@ def dense(weights: Any, bias: Any, hidden: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(hidden @ weights.T + bias, LABELS)
 
 
-@pytest.mark.parametrize("by", BY)
-def test_the_full_softmax_is_the_dense_one(by: str) -> None:
+def test_the_full_softmax_is_the_dense_one() -> None:
     with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
         with worker.parameter_servers():
-            weights, bias = tables(by)
+            weights, bias = tables()
         assert [shard.device for shard in bias.shards] == [shard.device for shard in weights.shards]
 
         @dflow.jit
@@ -89,7 +86,7 @@ def test_no_logits_and_no_array_of_the_size_of_the_weights_travels() -> None:
 
 
 def test_the_sampled_softmax_approaches_the_full_one() -> None:
-    weights, bias = tables("rows")
+    weights, bias = tables()
 
     def loss(samples: int, key: Any) -> Any:
         return dflow.sampled_softmax_cross_entropy(weights, HIDDEN, LABELS, samples=samples, key=key, bias=bias)
@@ -128,4 +125,4 @@ def test_the_sampled_softmax_approaches_the_full_one() -> None:
 )
 def test_mistakes(use: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        use(*tables("rows"))
+        use(*tables())

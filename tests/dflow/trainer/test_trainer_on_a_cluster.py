@@ -310,8 +310,7 @@ class Stops(dflow.Callback):
         self.ended.append(reason)
 
 
-@pytest.mark.parametrize("strategy", [Async, Sync])
-@pytest.mark.parametrize("where", ["on_step", "on_metrics", "on_evaluation"])
+@pytest.mark.parametrize(("where", "strategy"), [("on_step", Async), ("on_metrics", Sync), ("on_evaluation", Sync)])
 def test_all_workers_end_by_the_reason_of_one(strategy: Any, where: str, tmp_path: Path) -> None:
     def run(index: int, cluster: Cluster) -> tuple[str, list[str], int]:
         stops = Stops(cluster, where)

@@ -106,10 +106,9 @@ print(save_five(manager, run))
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("operation", [17, 60, 115])
-def test_a_run_that_is_killed_is_resumed(tmp_path: Path, operation: int) -> None:
+def test_a_run_that_is_killed_is_resumed(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), str(operation)],
+        [sys.executable, "-c", PROGRAM, str(tmp_path), "60"],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -117,47 +116,3 @@ def test_a_run_that_is_killed_is_resumed(tmp_path: Path, operation: int) -> None
     )
     assert ran.returncode == -signal.SIGKILL, ran.stdout + ran.stderr
     check_resumed(tmp_path, [], attempted=4)
-
-
-FULL_DISK = """
-import resource, signal, sys
-import jax.numpy as jnp, dflow
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-w = dflow.Variable(jnp.zeros(100_000), name="w")
-step = dflow.jit(lambda: w.assign_add(jnp.ones(100_000)))
-manager = dflow.CheckpointManager(sys.argv[1], [w], every=1)
-step()
-manager.save(1)
-manager.wait()
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-step()
-manager.save(2)
-try:
-    manager.wait()
-except dflow.CheckpointError as error:
-    print(error)
-print(float(w[0]), [one.step for one in manager.checkpoints])
-step()
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-manager.save(3)
-manager.close()
-print(float(w[0]), [one.step for one in manager.checkpoints])
-"""
-
-
-@pytest.mark.once
-def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    lines = ran.stdout.splitlines()
-    assert "step_2: expected to be saved, got: array 'w' cannot be written into " in lines[0], ran.stderr
-    assert "File too large" in lines[0]
-    assert lines[-2:] == ["2.0 [1]", "3.0 [1, 3]"]
-    assert "step_2 was not saved" in ran.stderr
-    assert sorted(os.listdir(tmp_path / "run")) == ["runs.json", "step_1", "step_3"]

@@ -118,19 +118,3 @@ def test_the_best_checkpoint_is_named(tmp_path: Path) -> None:
         assert manager.best is not None
         assert (manager.best.step, manager.best.path, manager.best.metrics) == (3, tmp_path / "step_3", {"loss": 1.0})
         assert steps_in(manager) == [1, 3, 4]
-
-
-def test_a_clock_that_is_set_by_days_changes_nothing_that_is_decided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, run = HandClock(monkeypatch), Run()
-    rules: dict[str, Any] = {"keep": 1, "best": ("loss", 1, "min"), "keep_one_per": timedelta(hours=6)}
-    with run.manager(tmp_path, every=timedelta(hours=2), **rules) as manager:
-        for step, days in enumerate([0, 30, -400, 3, 0, 0, 7, -7, 0, 0]):
-            clock.now_s, clock.ahead_s = clock.now_s + HOUR_S, days * 24 * HOUR_S
-            run.set(step)
-            assert manager.step(step, {"loss": 9.0 - (step == 5)}) == (step % 2 == 1)
-            manager.wait()
-        assert [one.step for one in manager.checkpoints] == [1, 5, 7, 9]
-        assert manager.best is not None
-        assert manager.best.step == 5

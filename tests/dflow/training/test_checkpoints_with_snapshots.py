@@ -125,8 +125,6 @@ def steps_in(folder: Path) -> list[str]:
 ENDS = {
     "a trainer's newer checkpoint": ("Async", 6, 14, 4, 6, ["11.undone", "3", "7.undone"]),
     "that of synchronous training": ("Sync", 6, 14, 4, 6, ["11.undone", "3", "7.undone"]),
-    "a trainer's older checkpoint": ("Async", 10, 11, 8, 10, ["3", "7"]),
-    "a loop's newer checkpoint": ("run", 6, 14, 5, 6, ["12.undone", "4", "8.undone"]),
     "a loop's older checkpoint": ("run", 11, 12, 9, 11, ["0", "4", "8"]),
     "a newer one without a strategy": ("plain", 6, 14, 13, 13, ["12", "4", "8"]),
     "an older one without a strategy": ("plain", 10, 11, 9, 9, ["0", "4", "8"]),

@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ import pytest
 
 import dflow
 from dflow.lowering.files import array_files, lease, object_path
-from dflow.lowering.files.array_manifest import MANIFEST
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.testing import memory_cluster
-from tests.dflow.training.managed_run import HandClock, Run, saved, steps_in
+from tests.dflow.training.managed_run import Run, saved, steps_in
 from tests.distributed.processes import Spawned
 from tests.s3_server import BUCKET, S3Server, s3_server
 
@@ -117,21 +115,18 @@ def test_a_missing_or_foreign_place_says_so(url: str) -> None:
     assert dflow.restore(f"{url}/c/step_1", variable).restored == ("v",)
 
 
-@pytest.mark.parametrize("damaged", ["w/c.0.0", "w/zarr.json"])
-def test_a_damaged_object_is_named(url: str, damaged: str) -> None:
+@pytest.mark.parametrize("damaged", ["w/c.0.0", "w/zarr.json", "b/c.0"])
+def test_a_damaged_or_missing_object_is_named(url: str, damaged: str) -> None:
     variables = state()
     dflow.save(f"{url}/c", variables)
-    damage(f"{url}/c", damaged)
-    with pytest.raises(dflow.DamagedCheckpoint, match=r"array 'w' \(f32\[2,3\]\) in .*/c is damaged or missing: "):
-        dflow.restore(f"{url}/c", variables)
-
-
-def test_a_missing_chunk_is_named(url: str) -> None:
-    variables = state()
-    dflow.save(f"{url}/c", variables)
-    (name,) = (name for name in ObjectPath(f"{url}/c").names() if name.endswith("/b/c.0"))
-    ObjectPath(f"{url}/c").remove([name])
-    with pytest.raises(dflow.DamagedCheckpoint, match=r"array 'b' .* is damaged or missing: NOT_FOUND"):
+    says = r"array 'w' \(f32\[2,3\]\) in .*/c is damaged or missing: "
+    if damaged == "b/c.0":
+        (name,) = (name for name in ObjectPath(f"{url}/c").names() if name.endswith(damaged))
+        ObjectPath(f"{url}/c").remove([name])
+        says = r"array 'b' .* is damaged or missing: NOT_FOUND"
+    else:
+        damage(f"{url}/c", damaged)
+    with pytest.raises(dflow.DamagedCheckpoint, match=says):
         dflow.restore(f"{url}/c", variables)
 
 
@@ -152,15 +147,6 @@ def test_a_run_is_resumed_from_the_newest_checkpoint(url: str) -> None:
     assert {name.partition("/")[0] for name in ObjectPath(url).names()} == {
         *(".manager.lock", "runs.json", "step_2", "step_3", "step_4")
     }
-
-
-def test_one_of_each_period_is_kept_for_good(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, run = HandClock(monkeypatch), Run()
-    with run.manager(url, keep=1, keep_one_per=timedelta(hours=6)) as manager:
-        for step in range(6):
-            saved(manager, run, step)
-            clock.now_s += 2 * 3600
-        assert steps_in(manager) == [0, 3, 5]
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_restored(
@@ -187,19 +173,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_restored(
     damage(f"{url}/step_1/{aside}", "seen/c.0")  # the damage is undone
     dflow.restore(f"{url}/step_1/{aside}", {"seen": third.seen})
     assert third.last == 1
-
-
-def test_a_damaged_manifest_is_set_aside_too(url: str) -> None:
-    run = Run()
-    with run.manager(url) as manager:
-        saved(manager, run, 0)
-        saved(manager, run, 1)
-    (ObjectPath(url) / "step_1" / MANIFEST).write(b"{}")
-    again = Run()
-    with again.manager(url) as manager:
-        assert (manager.resumed, again.last) == (0, 0)
-        saved(manager, again, 1)
-        assert steps_in(manager) == [0, 1]
 
 
 def test_a_second_manager_is_refused_while_the_first_renews_its_lease(
@@ -294,7 +267,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("request_number", [9, 12, 10_000])
+@pytest.mark.parametrize("request_number", [9, 10_000])
 def test_a_process_that_dies_while_it_saves_leaves_a_checkpoint_that_is_restored(
     s3: str, request_number: int, tmp_path: Path
 ) -> None:
@@ -336,28 +309,6 @@ def test_tasks_save_and_other_numbers_of_tasks_restore(url: str) -> None:
     dflow.restore(f"{url}/step_2", [one, whole])
     assert [variable.read().tolist() for variable in one] == [[3.0] * 3, [4.0] * 3, [5.0] * 3]
     assert whole.read().tolist() == [n + 3.0 for n in range(7)]
-
-
-@pytest.mark.once
-def test_tasks_in_other_processes_save_and_restore(s3: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, dflow, jax.numpy as jnp\n"
-        "cluster = dflow.connect()\n"
-        "with cluster.parameter_servers():\n"
-        "    held = [dflow.Variable(lambda: jnp.zeros(3), name=name) for name in ('one', 'two', 'three')]\n"
-        "with dflow.CheckpointManager(sys.argv[1], held) as manager:\n"
-        "    for variable in held:\n"
-        "        variable.assign_add(jnp.ones(3))\n"
-        "    manager.save(manager.next_step)\n"
-        "print('resumed', manager.resumed, [variable.read().tolist()[0] for variable in held])\n"
-        "cluster.close()\n"
-    )
-    for tasks, says in (("2", "resumed None [1.0, 1.0, 1.0]"), ("3", "resumed 0 [2.0, 2.0, 2.0]")):
-        with Spawned("-m", "dflow", "launch", "--ps", tasks, "--workers", "1", str(script), s3, cwd=tmp_path) as launch:
-            code, output = launch.finish()
-        assert code == 0, output
-        assert says in output
 
 
 def test_a_store_that_cannot_be_reached_is_an_error_with_a_remedy(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`dflow.Optimizer` against optax on arrays, for dicts, Flax and Haiku parameters; its slots and its errors."""
+"""`dflow.Optimizer` against optax on arrays, for dicts and Flax parameters; its slots and its errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,19 +18,11 @@ from dflow.tracing.errors import GraphTypeError, VariableError
 HERE = Path(__file__).name
 STEPS = 5
 
+#: `test_every_optax.py` has each family of transformations.
 TRANSFORMATIONS: dict[str, Any] = {
-    "sgd": lambda: optax.sgd(0.1),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(1e-2),
-    "adam with bf16 momentum": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
     "clipped adamw with a schedule": lambda: optax.chain(
         optax.clip_by_global_norm(0.5), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10))
-    ),
-    "every second step": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
-    "noisy": lambda: optax.noisy_sgd(1e-2, key=0),
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "only kernels": lambda: optax.masked(
-        optax.adam(1e-2), lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", tree)
     ),
 }
 
@@ -103,16 +94,6 @@ def test_training_equals_optax_on_arrays(name: str) -> None:
         assert_trees_close(jax.tree.map(jnp.asarray, got), jax.tree.map(jnp.asarray, expected))
 
 
-def test_apply_outside_of_any_function_is_the_same() -> None:
-    transformation = optax.adam(1e-2)
-    model = dflow.variables(parameters(), prefix="eager/")
-    optimizer = dflow.Optimizer(transformation, model)
-    for x, y in batches():
-        optimizer.apply(jax.grad(loss_of)(dflow.read(model), x, y))
-    wanted, _, _ = plain_jax(transformation, parameters(), loss_of)
-    assert_trees_close(dflow.read(model), wanted)
-
-
 def test_a_flax_model_trains_as_with_plain_jax() -> None:
     class Net(nn.Module):
         @nn.compact
@@ -131,22 +112,6 @@ def test_a_flax_model_trains_as_with_plain_jax() -> None:
         assert_trees_close(got, expected)
     named = dflow.variables(params, prefix="flax again/")
     assert named["params"]["Dense_0"]["kernel"].name == "flax again/params/Dense_0/kernel"
-
-
-def test_a_haiku_model_trains_as_with_plain_jax() -> None:
-    def apply(x: Any) -> Any:
-        return hk.nets.MLP([8, 4])(x)
-
-    net = hk.without_apply_rng(hk.transform(apply))
-    params = net.init(jax.random.key(0), jnp.ones((1, 4)))
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        return ((net.apply(params, x) - y) ** 2).mean()
-
-    actual = with_variables(optax.adam(1e-2), params, loss, "haiku/")
-    wanted = plain_jax(optax.adam(1e-2), params, loss)
-    for got, expected in zip(actual[:2], wanted[:2], strict=True):
-        assert_trees_close(got, expected)
 
 
 def test_nested_containers_keep_their_structure_and_are_named_by_their_paths() -> None:
@@ -181,6 +146,9 @@ def test_slots_are_variables_named_for_what_they_belong_to() -> None:
     assert optimizer.slots[0].mu["dense"]["kernel"].name == "adam/0/mu/m/dense/kernel"
     assert optimizer.slots[0].count.name == "adam/0/count"
     assert dflow.Optimizer(optax.sgd(0.1), model).name != dflow.Optimizer(optax.sgd(0.1), model).name
+    model = dflow.variables({"kernel": jnp.ones(2), "deep": {"kernel": jnp.ones(3)}}, prefix="paths/")
+    mu = dflow.Optimizer(optax.adam(1e-3), model, name="paths").slots[0].mu
+    assert (mu["kernel"].name, mu["deep"]["kernel"].name) == ("paths/0/mu/paths/kernel", "paths/0/mu/paths/deep/kernel")
 
 
 def test_the_name_of_a_slot_begins_with_its_container_once() -> None:
@@ -192,13 +160,6 @@ def test_the_name_of_a_slot_begins_with_its_container_once() -> None:
     outside = dflow.Optimizer(optax.adam(0.1), [w], name="adam")
     names = [optimizer.slots[0].mu[0].name for optimizer in (inside, further, outside)]
     assert names == ["run1/adam/0/mu/w", "run1/again/adam/0/mu/run1/w", "adam/0/mu/run1/w"]
-
-
-def test_a_slot_belongs_to_the_variable_whose_whole_path_it_has() -> None:
-    model = dflow.variables({"kernel": jnp.ones(2), "deep": {"kernel": jnp.ones(3)}}, prefix="paths/")
-    optimizer = dflow.Optimizer(optax.adam(1e-3), model, name="adam of paths")
-    assert optimizer.slots[0].mu["kernel"].name == "adam of paths/0/mu/paths/kernel"
-    assert optimizer.slots[0].mu["deep"]["kernel"].name == "adam of paths/0/mu/paths/deep/kernel"
 
 
 def test_slots_that_begin_as_a_copy_of_the_parameters() -> None:

@@ -50,14 +50,6 @@ def test_a_second_optimizer_of_the_same_variables_has_a_name_of_its_own() -> Non
     assert dflow.Optimizer(optax.adam(0.1), of("w", "b")).name == made[0].name
 
 
-def test_a_container_stands_once_before_the_names_of_slots() -> None:
-    with dflow.container("within"):
-        w = dflow.Variable(jnp.zeros(2), name="w")
-        optimizer = dflow.Optimizer(optax.adam(0.1), [w])
-    assert optimizer.slots[0].mu[0].name == f"within/{optimizer.name}/0/mu/w"
-    assert optimizer.name == dflow.Optimizer(optax.adam(0.1), of("w")).name
-
-
 def test_an_optimizer_without_a_name_is_saved_by_its_path_as_before(tmp_path: Path) -> None:
     w = dflow.Variable(jnp.zeros(2), name="w")
     optimizer = dflow.Optimizer(optax.sgd(0.1, momentum=0.9), [w])

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +22,6 @@ from hypothesis import strategies as st
 import dflow
 from dflow.lowering.files.saved_arrays import open_arrays
 from dflow.testing import memory_cluster
-from tests.dflow.training.scaled_model import same, scaled_model
 from tests.effort import examples
 from tests.hostile_files import changed_bytes
 
@@ -120,19 +118,6 @@ def test_arrays_of_the_library_keep_their_bits(
     }
 
 
-def test_a_program_in_flax_and_one_in_dflow_take_turns(tmp_path: Path) -> None:
-    network = flax.linen.Dense(3)
-    theirs = network.init(jax.random.key(0), jnp.ones((1, 2)))
-    write(tmp_path / "theirs", theirs)
-    ours = dflow.variables(jax.tree.map(jnp.zeros_like, theirs))
-    dflow.restore(tmp_path / "theirs", ours)
-    dflow.jit(lambda: ours["params"]["bias"].assign_add(jnp.ones(3)))()
-    dflow.save(tmp_path / "ours.orbax", ours)
-    again = read(tmp_path / "ours.orbax", theirs)
-    assert bits(again["params"]["kernel"]) == bits(theirs["params"]["kernel"])
-    assert (network.apply(again, jnp.ones((1, 2))) == network.apply(theirs, jnp.ones((1, 2))) + 1).all()
-
-
 def test_a_checkpoint_of_dflow_is_read_by_the_library_as_nested_dicts(tmp_path: Path) -> None:
     path, state = tmp_path / "c.orbax", zeros()
     write(tmp_path / "c", example())
@@ -151,48 +136,14 @@ def test_a_checkpoint_of_dflow_is_read_by_the_library_as_nested_dicts(tmp_path: 
     assert bits(read(path, target)["params"]["dense"]["bias"]) == bits(np.ones(3, "f4"))
 
 
-@pytest.mark.parametrize("dtype", ["empty", *(dtype for dtype in DTYPES if not dtype.endswith("t64"))])
-def test_the_library_reads_each_dtype_of_dflow(tmp_path: Path, dtype: str) -> None:
-    value = jnp.zeros((0, 2)) if dtype == "empty" else jnp.array(np.arange(5).astype(jnp.dtype(dtype)))
-    dflow.save(tmp_path / "c.orbax", {"a": {"b": dflow.Variable(value)}})
-    assert bits(read(tmp_path / "c.orbax")["a"]["b"]) == bits(value)
-
-
-def test_dflow_reads_its_own_with_generators_and_checksums(tmp_path: Path) -> None:
-    path, noise = tmp_path / "c.orbax", dflow.Generator(1, name="noise/g", impl="rbg")
-    saved = scaled_model(3)
-    dflow.save(path, [saved, noise])
-    restored = scaled_model(0)
-    dflow.restore(path, [restored, noise])
-    same(restored, saved)
-    with pytest.raises(dflow.CheckpointError, match=r"changed .* noise/g .* u32\[4\] of rbg"):
-        dflow.restore(path, dflow.Generator(1, name="noise/g", impl="unsafe_rbg"), ignore=["unexpected"])
-    with pytest.raises(dflow.CheckpointExists):
-        dflow.save(path, saved)
-    dflow.save(path, saved, overwrite=True)
-    (chunk,) = (path / "dense.b").glob("c*")
-    chunk.write_bytes(b"?" + chunk.read_bytes()[1:])
-    with pytest.raises(dflow.DamagedCheckpoint, match="array 'dense/b'"):
-        dflow.restore(path, restored)
-
-
-def test_the_differences_are_named_and_may_be_allowed(tmp_path: Path) -> None:
-    write(tmp_path / "c", {"net": {"w": jnp.full(3, 5.0), "b": jnp.ones(2), "n": jnp.int32(1), "more": jnp.ones(1)}})
-    names = {"w": jnp.zeros(3), "b": jnp.zeros(3), "n": jnp.float32(0.0), "other": jnp.zeros(1)}
-    state = dflow.variables(names)
-    called = "net/{}".format
-    with pytest.raises(dflow.CheckpointError) as caught:
-        dflow.restore(tmp_path / "c", state, names=called)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in str(caught.value).splitlines() if "│" in line]
-    assert rows == [
-        ["missing", "net/other", "-", "f32[1]"],
-        ["unexpected", "net/more", "f32[1]", "-"],
-        ["changed", "net/b", "f32[2]", "f32[3]"],
-        ["changed", "net/n", "i32[]", "f32[]"],
-    ]
-    assert float(state["w"].sum()) == 0.0
-    assert dflow.restore(tmp_path / "c", state, names=called, strict=False).restored == ("net/w",)
-    assert float(state["w"].sum()) == 15.0
+def test_the_library_reads_each_dtype_of_dflow(tmp_path: Path) -> None:
+    values = {name: jnp.arange(5).astype(name) for name in DTYPES if not name.endswith("t64")}
+    values["empty"] = jnp.zeros((0, 2))
+    dflow.save(tmp_path / "c.orbax", {"a": dflow.variables(values)})
+    found = read(tmp_path / "c.orbax")
+    assert {name: bits(value) for name, value in found.get("a", found).items()} == {
+        name: bits(value) for name, value in values.items()
+    }
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

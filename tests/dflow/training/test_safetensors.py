@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.lowering.files.safetensors_file import read_safetensors, write_safetensors
-from dflow.testing import memory_cluster
-from tests.dflow.training.scaled_model import same, scaled_model
 from tests.effort import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
@@ -114,20 +112,6 @@ def test_a_changed_byte_changes_no_more_than_the_value_that_it_is_in(
     assert sum(one != two for one, two in pairs) <= 1
 
 
-def test_a_model_is_saved_and_restored(tmp_path: Path) -> None:
-    path, saved = tmp_path / "model.safetensors", scaled_model(3)
-    dflow.save(path, saved)
-    restored = scaled_model(0)
-    assert dflow.restore(path, restored).restored == ("dense/b", "dense/w", "step")
-    same(restored, saved)
-    dflow.jit(lambda: restored["dense"]["w"].assign_add(jnp.ones((2, 3))))()
-    with pytest.raises(dflow.CheckpointExists, match="give overwrite=True"):
-        dflow.save(path, restored)
-    dflow.save(path, restored, overwrite=True)
-    np.testing.assert_array_equal(safetensors.numpy.load_file(path)["dense/w"], np.full((2, 3), 4.0))
-    assert os.listdir(tmp_path) == ["model.safetensors"]
-
-
 def test_a_file_of_another_program_is_restored_by_its_names(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({"model.w": np.full((2, 3), 5, "f4"), "model.x": np.ones(1, "f4")}, path)
@@ -136,13 +120,6 @@ def test_a_file_of_another_program_is_restored_by_its_names(tmp_path: Path) -> N
         dflow.restore(path, model, names=lambda name: f"model.{name}")
     report = dflow.restore(path, model, names=lambda name: f"model.{name}", strict=False)
     assert (report.restored, float(model["w"].sum())) == (("model.w",), 30.0)
-
-
-def test_generators_keep_their_algorithm(tmp_path: Path) -> None:
-    path = tmp_path / "noise.safetensors"
-    dflow.save(path, dflow.Generator(1, name="g", impl="rbg"))
-    with pytest.raises(dflow.CheckpointError, match=r"changed .* g .* u32\[4\] of rbg .* u32\[4\] of unsafe_rbg"):
-        dflow.restore(path, dflow.Generator(1, name="g", impl="unsafe_rbg"))
 
 
 @pytest.mark.parametrize("value", [jnp.ones(3, "int4"), jax.random.key(1)], ids=["int4", "key"])
@@ -160,17 +137,3 @@ def test_a_missing_file_and_a_cut_off_one_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(dflow.DamagedCheckpoint, match=r"expected a safetensors file.* not fully covered"):
         dflow.restore(path, w)
-
-
-def test_variables_on_tasks_are_saved_and_restored(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    with memory_cluster(ps=2) as memory:
-        worker = memory.worker()
-        with worker.parameter_servers():
-            pair = [dflow.Variable(lambda: jnp.ones(3), name=name) for name in ("one", "two")]
-        dflow.save(path, pair)
-        for variable in pair:
-            variable.assign(jnp.zeros(3))
-        dflow.restore(path, pair)
-        assert [float(variable.read().sum()) for variable in pair] == [3.0, 3.0]
-        worker.close()

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
@@ -29,13 +27,11 @@ from dflow.distributed.wire.messages.checkpoints import (
     SavedVariable,
     SaveVariables,
 )
-from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.lowering.files.array_files import ArrayFiles, read_arrays
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.ir.types import ArrayType
-from tests.effort import examples
 from tests.lowering.files.written_arrays import write_arrays
 
 X = jnp.ones((2, 3))
@@ -208,42 +204,6 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
     same(run.values(), newer)
 
 
-@settings(max_examples=examples(3), deadline=None)
-@given(steps=st.integers(5, 20))
-def test_what_a_task_saves_is_of_one_moment(steps: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("saves")
-    with memory_cluster(ps=1, workers=1) as memory, ThreadPoolExecutor(1) as pool:
-        worker = memory.worker()
-        with worker.parameter_servers():
-            pair = [dflow.Variable(lambda: jnp.zeros(50_000), name=name) for name in "ab"]
-
-        @dflow.jit
-        def step() -> None:
-            for one in pair:
-                one.assign_add(1.0)
-
-        training = pool.submit(lambda: [step() for _ in range(steps)])
-        count = 0
-        while not training.done():
-            dflow.save(folder / str(count), pair)
-            count += 1
-        for number in range(count):
-            dflow.restore(folder / str(number), pair)
-            first, second = dflow.read(pair)
-            same(first, second)
-        worker.close()
-
-
-def test_an_export_has_the_values_of_the_tasks(worker: Cluster, tmp_path: Path) -> None:
-    run = program(worker)
-    run.step(X)
-    w, b = run.state["w"], run.state["b"]
-    dflow.export(dflow.jit(lambda x: x @ w + b), X).save(tmp_path / "e")
-    there = dflow.load(tmp_path / "e", prefix="loaded/")
-    same(there.call(X), X @ w.read() + b.read())
-    dflow.restore(tmp_path / "e" / "variables", {"w": w, "b": b})
-
-
 def test_an_export_is_loaded_onto_the_tasks(worker: Cluster, tmp_path: Path) -> None:
     v = dflow.Variable(jnp.arange(3.0), name="v")
     dflow.export({"scale": (dflow.jit(lambda x: x * v), 2.0)}).save(tmp_path / "e")
@@ -355,17 +315,3 @@ def test_a_restore_that_ends_while_its_values_are_read_keeps_none(
     id = read_arrays(tmp_path / "c").id
     checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), id, {"w": "w"}))
     assert not checkpoints._read
-
-
-def test_a_damaged_checkpoint_leaves_no_restore_behind(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
-    with pytest.raises(dflow.CheckpointError, match="there is no checkpoint"):
-        checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), "", {"w": "w"}))
-    assert not checkpoints._read
-
-
-def test_several_values_are_read_by_one_message(memory: MemoryCluster, worker: Cluster) -> None:
-    run = program(worker)
-    peer = worker.server.peer("/job:ps/task:0")
-    keys = tuple(v.key for v in (run.state["w"], *run.state["opt"].variables) if v.device == "/job:ps/task:0")
-    answer: Any = peer.call(ReadVariables(keys), timeout_s=30.0).message
-    assert len(answer.arrays) == len(keys) > 1

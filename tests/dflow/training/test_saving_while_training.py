@@ -15,7 +15,7 @@ import pytest
 import dflow
 from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.state.store import Store
-from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.errors import VariableShapeError
 from dflow.tracing.ir.types import array_type_of
 
 #: A second set of variables with the same names stands for those of a restarted program.
@@ -109,17 +109,6 @@ def test_a_restore_reads_one_checkpoint_though_it_is_replaced_meanwhile(
     left[0] = 100
     with pytest.raises(dflow.CheckpointError, match="was replaced 5 times while it was read"):
         dflow.restore(tmp_path / "c", [one, two])
-
-
-def test_a_snapshot_is_not_changed_by_what_follows() -> None:
-    store = Store()
-    store.create("w", array_type_of(jnp.ones(3)).strong, lambda: jnp.ones(3))
-    taken = store.snapshot(["w"])
-    store.update("w", "assign_add", jnp.ones(3))
-    assert taken["w"].tolist() == [1.0] * 3
-    assert store.read("w").tolist() == [2.0] * 3
-    with pytest.raises(VariableError, match="no variable 'v'"):
-        store.snapshot(["w", "v"])
 
 
 def test_values_are_replaced_together_or_not_at_all() -> None:

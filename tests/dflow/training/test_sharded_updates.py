@@ -21,22 +21,17 @@ SHAPE = (393, 130)
 #: Transformations that compute something of a whole array.
 OF_WHOLE = {
     "lamb": optax.lamb(0.1),
-    "lars": optax.lars(0.1),
     "adafactor": optax.adafactor(0.1),
     "muon": optax.contrib.muon(0.1),
-    "fromage": optax.fromage(0.1),
     "novograd": optax.novograd(0.1),
     "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
-    "clip by block": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
     "noisy": optax.noisy_sgd(0.1, key=jax.random.key(1)),
     "accumulated": optax.MultiSteps(optax.lamb(0.1), 2).gradient_transformation(),
     "centralized": optax.chain(optax.centralize(), optax.sgd(0.1)),
 }
 #: Those that treat elements or rows alike, or norms over all variables.
 ALIKE = {
-    "sgd": optax.sgd(0.1, momentum=0.9),
     "adagrad": optax.adagrad(0.1),
-    "adamw": optax.adamw(0.1),
     "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
 }
 #: Those whose ops need an array whole, for tables of these shapes.
@@ -97,9 +92,12 @@ def assert_alike(run: Run, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "by"),
     [
-        *((name, "rows") for name in (*OF_WHOLE, *ALIKE)),
-        *((name, "modulo") for name in ("lamb", "adafactor", "noisy", "muon")),
-        *((name, "columns") for name in ("lamb", "noisy", "centralized", "adagrad")),
+        *(
+            (name, "rows")
+            for name in ("lamb", "muon", "novograd", "adaptive clip", "noisy", "accumulated", "global norm")
+        ),
+        *((name, "modulo") for name in ("adafactor", "noisy")),
+        *((name, "columns") for name in ("lamb", "centralized", "adagrad")),
     ],
 )
 def test_shards_are_updated_as_the_whole_array(name: str, by: str) -> None:
@@ -132,13 +130,12 @@ def test_a_transformation_that_needs_whole_arrays_is_reported(name: str) -> None
         Run(transformation, 1, by, shape)
 
 
-@pytest.mark.parametrize("name", ["noisy", "lamb"])
-def test_a_run_goes_on_with_another_number_of_shards(name: str, tmp_path: Path) -> None:
-    before = Run(OF_WHOLE[name], 2)
+def test_a_run_goes_on_with_another_number_of_shards(tmp_path: Path) -> None:
+    before = Run(OF_WHOLE["noisy"], 2)
     before.step(1.0)
     dflow.save(tmp_path / "saved", before.state)
     del before
-    after = Run(OF_WHOLE[name], 3)
+    after = Run(OF_WHOLE["noisy"], 3)
     dflow.restore(tmp_path / "saved", after.state)
     after.step(2.0)
-    assert_alike(after, by_optax(OF_WHOLE[name], 2))
+    assert_alike(after, by_optax(OF_WHOLE["noisy"], 2))
