@@ -30,7 +30,6 @@ B = np.array([[0.5, 0.5, -0.75], [0.2, 0.9, 0.4], [0.1, -0.3, 0.8]], np.float32)
 SYMMETRIC = A @ A.T + np.eye(3, dtype=np.float32)
 VECTOR = np.array([0.5, 0.25, -1.0], np.float32)
 INTEGERS = np.array([[3, 1, 2], [2, 2, 7]], np.int32)
-SHIFTS = np.array([[1, 2, 0], [1, 1, 2]], np.int32)
 BOOLS = np.array([[True, False, True], [False, False, True]])
 WAVES = A + 1j * B
 
@@ -39,79 +38,34 @@ def _each(names: str, arguments: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
     return dict.fromkeys(names.split(), arguments)
 
 
-#: The functions of the array API standard, with arguments; arrays among these are tried as arrays and as variables.
+#: A function of each form of arguments and results; arrays among the arguments are tried as arrays and as variables.
+#: `make array-api-suite` tries every function of the standard.
 STANDARD: dict[str, tuple[Any, ...]] = {
-    **_each(
-        """abs acos asin atan ceil conj cos cosh exp expm1 floor imag isfinite isinf isnan negative positive real round
-        sign signbit sin sinh square tan tanh trunc argmax argmin max min mean prod std sum var
-        argsort sort all any count_nonzero matrix_transpose flip diff unique_all unique_counts
-        unique_inverse unique_values ones_like zeros_like empty_like tril triu asinh atanh
-        linalg.matrix_norm linalg.vector_norm linalg.trace linalg.diagonal linalg.det linalg.inv linalg.pinv
-        linalg.svd linalg.svdvals linalg.qr linalg.slogdet linalg.matrix_rank linalg.matrix_transpose""",
-        (A,),
-    ),
-    **_each("acosh log log1p log2 log10 sqrt reciprocal", (SYMMETRIC + 2,)),
-    **_each(
-        """add subtract multiply divide maximum minimum atan2 copysign hypot logaddexp nextafter equal not_equal less
-        less_equal greater greater_equal matmul floor_divide remainder linalg.matmul
-        linalg.cross cross""",
-        (A, B),
-    ),
-    "pow": (SYMMETRIC, B),
-    **_each("bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift", (INTEGERS, SHIFTS)),
-    "bitwise_invert": (INTEGERS,),
-    **_each("logical_and logical_or logical_xor", (BOOLS, ~BOOLS)),
-    "logical_not": (BOOLS,),
+    **_each("abs argmax mean sort unique_counts ones_like tril linalg.svd linalg.slogdet linalg.matrix_norm", (A,)),
+    **_each("unstack asarray linalg.matrix_transpose fft.rfft", (A,)),
+    **_each("add less_equal matmul linalg.cross tensordot vecdot", (A, B)),
     "clip": (A, -0.25, 0.25),
-    **_each("cumulative_sum cumulative_prod", (VECTOR,)),
     "where": (A > 0, A, B),
-    "vecdot": (A, B),
-    "linalg.vecdot": (A, B),
-    "tensordot": (A, B),
-    "linalg.tensordot": (A, B),
     "broadcast_arrays": (VECTOR, A),
     "broadcast_to": (VECTOR, (2, 3)),
     "concat": ([A, B],),
-    "stack": ([A, B],),
-    "expand_dims": (VECTOR, 0),
-    "moveaxis": (A, 0, 1),
     "permute_dims": (A, (1, 0)),
-    "repeat": (VECTOR, 2),
     "reshape": (A, (9,)),
-    "roll": (VECTOR, 1),
-    "squeeze": (VECTOR[None],),
-    "tile": (VECTOR, (2, 2)),
-    "unstack": (A,),
+    "repeat": (VECTOR, 2),
     "nonzero": (BOOLS,),
     "searchsorted": (np.sort(VECTOR), A),
     "take": (A, np.array([0, 2]), 1),
-    "take_along_axis": (A, np.array([[0], [1], [2]]), 1),
-    "asarray": (A,),
     "astype": (A, np.dtype(np.int32)),
     "full_like": (A, 7),
     "full": ((2, 2), np.float32(3)),
     "meshgrid": (VECTOR, VECTOR),
     "arange": (0, 5),
-    "linspace": (0.0, 1.0, 5),
-    "eye": (3,),
-    "empty": ((2,),),
-    "ones": ((2,),),
-    "zeros": ((2,),),
     "isdtype": (np.dtype(np.float32), "real floating"),
     "result_type": (A, INTEGERS),
-    "can_cast": (np.dtype(np.int8), np.dtype(np.int32)),
     "finfo": (np.dtype(np.float32),),
-    "iinfo": (np.dtype(np.int32),),
-    "linalg.cholesky": (SYMMETRIC,),
-    "linalg.eigh": (SYMMETRIC,),
-    "linalg.eigvalsh": (SYMMETRIC,),
-    "linalg.matrix_power": (A, 3),
     "linalg.solve": (SYMMETRIC, VECTOR),
-    "linalg.outer": (VECTOR, VECTOR),
-    **_each("fft.fft fft.ifft fft.fftn fft.ifftn fft.irfft fft.irfftn fft.hfft fft.fftshift", (WAVES,)),
-    **_each("fft.rfft fft.rfftn fft.ihfft fft.ifftshift", (A,)),
+    "fft.fft": (WAVES,),
     "fft.fftfreq": (4,),
-    "fft.rfftfreq": (4,),
 }
 
 CONSTANTS = ["e", "inf", "nan", "newaxis", "pi"]

@@ -131,9 +131,9 @@ CLOSED_OVER: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
 RULES = {"jvp": with_jvp, "vjp": with_vjp}
 
 
-@pytest.mark.parametrize("has_state", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("closed_over", CLOSED_OVER)
+@pytest.mark.parametrize(
+    ("closed_over", "rule", "has_state"), [("array", "jvp", True), ("dict", "vjp", False), ("list", "vjp", True)]
+)
 def test_what_the_rule_of_a_derivative_closes_over_is_part_of_the_program(
     closed_over: str, rule: str, has_state: bool
 ) -> None:

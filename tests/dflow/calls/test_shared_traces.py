@@ -134,15 +134,6 @@ def test_other_options_share_the_trace_and_have_a_program_of_their_own(traced: T
     assert given.is_deleted()
 
 
-def test_functions_of_one_code_share_nothing() -> None:
-    def adding(variable: dflow.Variable) -> Callable[[Any], Any]:
-        return lambda x: variable + x
-
-    one, two = dflow.Variable(1.0, name="one"), dflow.Variable(2.0, name="two")
-    f, g = adding(one), adding(two)
-    assert (float(dflow.jit(f)(1.0)), float(dflow.jit(g)(1.0)), float(dflow.jit(f)(1.0))) == (2.0, 3.0, 2.0)
-
-
 def test_functions_that_are_equal_share_nothing() -> None:
     class Adds:
         """Instances compare equal whatever their state, like a record that does not list its state as a field."""
@@ -400,34 +391,3 @@ def test_a_function_that_returns_variables_runs_once_with_all_that_it_is_given()
         np.testing.assert_array_equal(got["read"], jnp.full(3, 2.0 * turn))
         assert got["tree"] == (2.0, None)
     assert seen == ["a"]
-
-
-def test_deleting_a_function_that_returns_a_variable_frees_it_at_once() -> None:
-    def made() -> tuple[Any, weakref.ref[Any]]:
-        v = dflow.Variable(0.0, name="v")
-        return dflow.jit(returning(v)[0]), weakref.ref(v)
-
-    f, variable = made()
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(2):
-            assert f(X)["variable"] is variable()
-        del f
-        assert variable() is None
-    finally:
-        gc.enable()
-
-
-def test_functions_made_anew_take_and_return_a_variable_by_one_trace() -> None:
-    v, seen = dflow.Variable(jnp.ones(3), name="v"), []
-
-    def fn(variable: Any, by: Any) -> Any:
-        seen.append(by.shape)
-        variable.assign_add(by)
-        return variable
-
-    for _ in range(3):
-        assert dflow.jit(fn)(v, X) is v
-    assert len(seen) == 1
-    np.testing.assert_array_equal(v.read(), 1 + 3 * X)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -278,33 +277,6 @@ def test_garbage_collected_as_a_plan_is_kept_waits_for_no_other_function() -> No
     assert both_end(lambda: one.put(for_one, None), lambda: other.put(for_other, None))
     assert one.get("passed") is other.get("passed") is UNKNOWN
     assert one.get(for_one) is other.get(for_other) is None
-
-
-def test_plans_come_and_go_from_several_threads() -> None:
-    plans, start = Plans(), threading.Barrier(THREADS)
-    errors: list[BaseException] = []
-
-    def work(first: int) -> None:
-        start.wait(60)
-        try:
-            for number in range(2000):
-                plans.put((first, number), None)
-                plans.drop((first, number - 1))
-        except RuntimeError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    finally:
-        sys.setswitchinterval(interval)
-    assert not errors
-    assert all(plans.get((first, 1999)) is None for first in range(THREADS))
 
 
 def test_calls_of_a_function_without_variables_do_not_wait_for_each_other() -> None:

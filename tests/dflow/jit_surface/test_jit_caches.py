@@ -58,17 +58,6 @@ def of_a_closure(jit: Any) -> Any:
     return seen, gone() is None
 
 
-def of_arguments(jit: Any) -> Any:
-    f = jit(lambda x, y: x + y)
-    x = jnp.ones(10)
-    gone = weakref.ref(x)
-    f(x, 1.0)
-    f(x, y=2.0)
-    del x
-    gc.collect()
-    return gone() is None, f(1.0, 2.0)
-
-
 def of_functions(jit: Any) -> Any:
     class Marked:
         pass
@@ -114,13 +103,6 @@ def in_threads(jit: Any) -> Any:
     f = jit(lambda x: x + x - 3.0)
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(f, [np.arange(size, dtype=np.float32) for size in range(1, 6)] * 3))
-
-
-def in_threads_at_first(jit: Any) -> Any:
-    """All threads make the first call with one argument type."""
-    f = jit(lambda x: jnp.sin(x) * 2)
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda _: f(1.0), range(16)))
 
 
 def in_threads_with_errors(jit: Any) -> Any:
@@ -172,8 +154,6 @@ def many_types(jit: Any) -> Any:
 
 PROGRAMS: dict[str, Program] = {
     "values": lambda jit: traces(jit, (1.0,), (2.0,), (np.float32(3),), (jnp.float32(4),), (jnp.asarray(5.0),)),
-    "types": lambda jit: traces(jit, (1.0,), (1,), (True,), (1j,), (1.0,), (1,)),
-    "shapes": lambda jit: traces(jit, (jnp.ones(2),), (jnp.ones(3),), (jnp.ones((2, 1)),), (jnp.ones(2),)),
     "NumPy's types of 64 bits": lambda jit: traces(
         jit, (np.float64(1),), (np.float32(1),), (np.int64(1),), (np.int32(1),)
     ),
@@ -184,10 +164,8 @@ PROGRAMS: dict[str, Program] = {
     "many types": many_types,
     "the cache of a function is cleared": cleared,
     "garbage: a closure": of_a_closure,
-    "garbage: arguments": of_arguments,
     "garbage: functions": of_functions,
     "garbage: static arguments": of_static_arguments,
-    "threads that call for the first time": in_threads_at_first,
     "threads with errors": in_threads_with_errors,
     "threads with settings": in_threads_with_settings,
 }

@@ -66,11 +66,6 @@ def values_from_outside(jit: Any) -> Any:
     return f(1.0), f(1.0), len(calls)
 
 
-def a_pure_callback(jit: Any) -> Any:
-    f = jit(lambda x: jax.pure_callback(np.sin, FLOAT, x, vmap_method="sequential") * 2)
-    return f(1.0), jax.vmap(f)(jnp.arange(3.0))
-
-
 def a_callback_with_own_derivative(jit: Any) -> Any:
     @jax.custom_jvp
     def sine(x: Any) -> Any:
@@ -167,26 +162,12 @@ def fibonacci(jit: Any) -> Any:
 
 
 PROGRAMS: dict[str, Program] = {
-    "scan of a jitted function": lambda jit: jax.lax.scan(jit(lambda c, x: (c + x, c * x)), 0.0, jnp.arange(4.0)),
     "scan of nothing": lambda jit: jit(lambda x: jax.lax.scan(lambda c, _: (c, None), x, length=0))(1.0),
-    "while_loop in a jit": lambda jit: jit(
-        lambda x: jax.lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * 2), (0, x))
-    )(1.0),
     "while_loop under vmap": lambda jit: jax.vmap(
         jit(lambda n: jax.lax.while_loop(lambda c: c < n, lambda c: c + 2, 0))
     )(jnp.arange(4)),
     "fori_loop with traced bounds": fibonacci,
     "cond": lambda jit: [jit(lambda p, x: jax.lax.cond(p, jit(jnp.sin), jnp.cos, x))(p, 1.0) for p in (True, False)],
-    "cond under vmap": lambda jit: jax.vmap(jit(lambda p: jax.lax.cond(p > 0, lambda: 1.0, lambda: 2.0)))(
-        jnp.arange(2)
-    ),
-    "map in batches": lambda jit: jit(lambda x: jax.lax.map(lambda y: y * 2, x, batch_size=2))(jnp.arange(5)),
-    "dynamic slices": lambda jit: jit(lambda x, i: jax.lax.dynamic_slice(x, (i,), (2,)).sum() + x.at[i].add(1))(
-        jnp.arange(4.0), 1
-    ),
-    "named_scope": lambda jit: jit(jax.named_scope("here")(lambda x: x + 1))(1.0),
-    "debug.print": debug_print,
-    "pure_callback": a_pure_callback,
     "pure_callback with a derivative": a_callback_with_own_derivative,
     "io_callback": values_from_outside,
     "io_callback, ordered in a loop": ordered_in_a_loop,
@@ -201,16 +182,12 @@ PROGRAMS: dict[str, Program] = {
     "a ref inside": a_ref_inside,
     "a ref as a result": a_ref_as_result,
     "a ref under grad": a_ref_under_grad,
-    "random draws in a loop": lambda jit: jit(
-        lambda k: jax.lax.fori_loop(0, 3, lambda i, c: c + jax.random.normal(jax.random.fold_in(k, i)), 0.0)
-    )(jax.random.key(0)),
 }
 
 
 #: JAX's loops and checkify, outside of any function, compile their function themselves. A `jax.Ref` and a variable
 #: cannot be used in one function, which a call reports.
 WITHOUT_STATE = (
-    "scan of a jitted function",
     "checkify of a jitted function",
     "a ref that is closed over",
     "a ref as an argument",

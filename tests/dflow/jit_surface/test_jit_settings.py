@@ -95,14 +95,6 @@ def compile_time(jit: Any) -> Any:
     return jit(fn)(1.0)
 
 
-def legacy_prng(jit: Any) -> Any:
-    return under(
-        jit,
-        lambda: jax.random.PRNGKey(0).dtype == jax.random.key(0).dtype,
-        [nullcontext(), jax.enable_custom_prng(True), nullcontext()],
-    )
-
-
 def promotion(jit: Any) -> Any:
     f = jit(lambda x, y: x + y)
     before = f(jnp.int32(1), jnp.float32(2))
@@ -169,17 +161,7 @@ PROGRAMS: dict[str, Program] = {
     "default_device": lambda jit: under(
         jit, lambda x: x + 1, [nullcontext(), jax.default_device(jax.devices()[0]), nullcontext()], 1.0
     ),
-    "default_matmul_precision": lambda jit: under(
-        jit, lambda x: x @ x, [nullcontext(), jax.default_matmul_precision("highest"), nullcontext()], jnp.eye(2)
-    ),
     "numpy_dtype_promotion": promotion,
-    "numpy_rank_promotion": ranks,
-    "enable_custom_prng": legacy_prng,
-    "threefry_partitionable": lambda jit: under(
-        jit,
-        lambda: jax.random.uniform(jax.random.key(0), (2,)),
-        [nullcontext(), jax.threefry_partitionable(False), nullcontext()],
-    ),
     "ensure_compile_time_eval": compile_time,
     "log_compiles": logged,
 }

@@ -85,17 +85,6 @@ def by_name_self(jit: Any) -> Any:
     return Model().scaled(2.0, n=2), Model().scaled(2.0, 3)
 
 
-def unhashable_self(jit: Any) -> Any:
-    class Model:
-        __hash__ = None  # type: ignore[assignment]
-
-        @functools.partial(jit, static_argnums=0)
-        def scaled(self, x: Any) -> Any:
-            return x
-
-    return Model().scaled(2.0)
-
-
 def self_seen_anew(jit: Any) -> Any:
     class Model:
         def __init__(self, factor: int) -> None:
@@ -118,7 +107,6 @@ def self_seen_anew(jit: Any) -> Any:
 
 
 PROGRAMS: dict[str, Program] = {
-    "by number": lambda jit: jit(lambda x, n: [x] * n, static_argnums=1)(2.0, 3),
     "by a string as number": lambda jit: jit(lambda x, n: [x] * n, static_argnums="n")(2.0, 3),
     "by names in a list": lambda jit: jit(lambda x, n, m: [x] * (n + m), static_argnames=["m", "n"])(2.0, 3, m=1),
     "by negative number": lambda jit: jit(lambda x, n: [x] * n, static_argnums=-1)(2.0, 3),
@@ -128,10 +116,7 @@ PROGRAMS: dict[str, Program] = {
     )(2.0, 3),
     "a number too large": lambda jit: jit(lambda x: x, static_argnums=1)(2.0),
     "a number too large, with *args": lambda jit: jit(lambda x, *ys: [x, *ys], static_argnums=(0, 9))(2, 3.0),
-    "a number too small, with *args": lambda jit: jit(lambda x, *ys: [x, *ys], static_argnums=(0, -9))(2, 3.0),
-    "one of *args": lambda jit: jit(lambda x, *ys: [x] * ys[1], static_argnums=2)(2.0, 1, 3),
     "no numbers of a function without parameters": lambda jit: jit(lambda: 1, static_argnums=())(),
-    "positional-only by number": lambda jit: jit(lambda x, n, /: [x] * n, static_argnums=1)(2.0, 3),
     "positional-only by name": lambda jit: jit(lambda x, n, /: [x] * n, static_argnames="n")(2.0, 3),
     "a name within **kwargs": lambda jit: jit(lambda x, **named: [x] * named["n"], static_argnames="n")(2.0, n=3),
     "a name that is none": lambda jit: jit(lambda x: x, static_argnames="y")(2.0),
@@ -150,11 +135,9 @@ PROGRAMS: dict[str, Program] = {
     "NaN": lambda jit: traces(jit, lambda x, n: x, [(1.0, float("nan"))] * 2, static_argnums=1),
     "a list": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, [3]),
     "a NumPy array": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, np.ones(2)),
-    "a NumPy scalar": lambda jit: jit(lambda x, n: [x] * n, static_argnums=1)(2.0, np.int32(2)),
     "a hash that raises": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, HashRaises()),
     "a repr that raises": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, ReprRaises()),
     "a repr that raises, by name": lambda jit: jit(lambda x, n: x, static_argnames="n")(2.0, n=ReprRaises()),
-    "equal objects": lambda jit: traces(jit, lambda x, n: x, [(1.0, AllEqual()), (2.0, AllEqual())], static_argnums=1),
     "equal values of several types": lambda jit: traces(
         jit, lambda x, n: x, [(1.0, 1), (1.0, True), (1.0, 1.0), (1.0, 1)], static_argnums=1
     ),
@@ -162,22 +145,17 @@ PROGRAMS: dict[str, Program] = {
     "new values are traced": lambda jit: traces(
         jit, lambda x, n: [x] * n, [(1.0, 1), (1.0, 2), (2.0, 1), (2.0, 2), (1, 2)], static_argnums=1
     ),
-    "a static result that is no array": lambda jit: jit(lambda n: n, static_argnums=0)("text"),
     "self": takes_method,
     "self by name": by_name_self,
-    "self that is not hashable": unhashable_self,
     "self that is equal to another": self_seen_anew,
-    "of a partial": lambda jit: jit(functools.partial(with_defaults, n=3), static_argnames="flag")(2.0, flag=True),
     "of a partial with a keyword, by number": lambda jit: jit(functools.partial(with_defaults, n=3), static_argnums=1)(
         2.0
     ),
     "of a builtin": lambda jit: jit(pow, static_argnums=1)(jnp.ones(2), 3),
     "of a function without signature, by name": lambda jit: jit(max, static_argnames="key")(1, 2),
-    "too many arguments": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, 3, 4),
     "static and donated": lambda jit: jit(lambda x: x, static_argnums=0, donate_argnums=0)(1),
     "under grad": lambda jit: jax.grad(jit(lambda x, n: x**n, static_argnums=1))(2.0, 3),
     "a tracer as static": lambda jit: jit(lambda y: jit(lambda x, n: x, static_argnums=1)(1.0, y))(2.0),
-    "many": lambda jit: jit(lambda *xs: sum(xs), static_argnums=tuple(range(0, 100, 2)))(*range(100)),
 }
 
 test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS)
