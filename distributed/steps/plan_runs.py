@@ -30,11 +30,11 @@ from dflow.distributed.wire.messages.plans import LATER
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.state.applied_steps import StepAttempt, StepOfRun
 from dflow.lowering.state.store import Store
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.recorder import Recorder, described_end
 from dflow.lowering.steps.step_events import PART_BEGAN, PART_ENDED
-from dflow.lowering.steps.straight_line import StraightRun, run_of
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled, TaskLost
@@ -63,7 +63,7 @@ class PlanRuns:
         self._all_updates = 0
         self._lock = threading.Lock()
         #: The runs, each with the time when it began, and the count of updates when it started to read.
-        self._runs: dict[StepId, tuple[Execution | StraightRun, int, int]] = {}
+        self._runs: dict[StepId, tuple[Execution, int, int]] = {}
         #: For a running step, the step that begins after it, its start, and whether its task calls that step next.
         self._followers: dict[StepId, tuple[StepId, Callable[[], None], bool]] = {}
 
@@ -126,7 +126,7 @@ class PlanRuns:
     def release(self, step: StepId, of: StepOfRun | None = None) -> None:
         """Let a part that began ahead change state; see `ReleaseStep`."""
         run = self._run_of(step)
-        if isinstance(run, StraightRun):
+        if run is not None:
             try:
                 attempt = self._attempt(step, of) if of is not None else None
             except DflowError as error:
@@ -138,12 +138,12 @@ class PlanRuns:
         check_step_of_run(of)
         return self._store.applied.attempt(of, owner_of(step))
 
-    def _run_of(self, step: StepId) -> Execution | StraightRun | None:
+    def _run_of(self, step: StepId) -> Execution | None:
         with self._lock:
             run, *_ = self._runs.get(step, (None,))
         return run
 
-    def _start(self, submit: Callable[..., object], run: Execution | StraightRun) -> None:
+    def _start(self, submit: Callable[..., object], run: Execution) -> None:
         try:
             submit(run.start)
         except RuntimeError:
@@ -175,8 +175,7 @@ class PlanRuns:
 
     def _do(self, executable: Executable, work: Callable[[], None]) -> None:
         """Run work on this thread, unless it would have to wait for a variable."""
-        line = executable.line
-        if self._store.table.is_busy(executable.keys) if line is None else line.is_busy():
+        if executable.compiled.is_busy():
             self._threads.submit(work)
         else:
             run_soon(work)
@@ -219,7 +218,7 @@ class PlanRuns:
             on_done(outcome)
             start()
 
-    def _count_update(self, run: Execution | StraightRun, started_at: int) -> None:
+    def _count_update(self, run: Execution, started_at: int) -> None:
         """Count a plan that has changed variables; the lock is held."""
         if run.attempt is None or not run.attempt.is_synchronous:
             self.missed += self._all_updates - started_at

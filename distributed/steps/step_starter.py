@@ -138,7 +138,7 @@ class StepStarter:
     ) -> None:
         """Run this task's part of a started step, unless that failed.
 
-        is_ahead  before `release_own`, do only what the feeds determine; see `StraightLine.early`
+        is_ahead  before `release_own`, do only what the feeds determine; see `CompiledPlan.own_ahead`
         """
         if parts.is_over:
             return

@@ -9,7 +9,7 @@ Invariants:
 - A step is begun ahead only if the loop's iterations have one step each, the same as before. It changes no state
   before the loop calls it, so that it may be cancelled (`lowering.steps.begin_ahead`).
 - The values of a step are read after each update of the loop's earlier steps, except the newest `prefetch` ones.
-- A task's own part that begins ahead only computes and sends what its arguments determine (`StraightLine.early`). It is
+- A task's own part that begins ahead only computes and sends what its arguments determine (`execute.Beginning`). It is
   used by a call with the same arrays, and cancelled by another one.
 - Steps begun ahead are cancelled when values they read may be outdated by this process itself: after another step, a
   write, an operation on a queue, a barrier, or a pause of the loop that takes longer than its steps do. The steps of
@@ -194,7 +194,7 @@ class StepsAhead:
         if self._calls > 1:
             why_not = "an iteration calls several functions"
         elif called.released_at_call is None:
-            why_not = "the function has branches, loops or copies on other tasks"
+            why_not = "the function has branches or loops on other tasks"
         if why_not and self._refusals:
             self._refusals.pop()(why_not)
         if why_not:

@@ -1,7 +1,7 @@
 """Which tasks of a step must be released when it begins ahead of the task that starts it.
 
 Why: a training loop fetches the parameters of its next step early. A part that begins ahead changes no state until it
-is released (`StraightRun.release`), so that the loop may still be left. The first values that a part receives from the
+is released (`Execution.release`), so that the loop may still be left. The first values that a part receives from the
 starting task release it too. This file finds the parts that may change state before they receive such values.
 
 The starting task's own part may begin ahead with the arguments of a later call, to send the row numbers of lookups.
@@ -13,16 +13,15 @@ from collections.abc import Mapping, Sequence
 
 from dflow.lowering.steps.executable import Executable, may_change, needs
 from dflow.lowering.steps.plan import Plan, Recv
-from dflow.lowering.steps.straight_line import MOST_CHAINED, chained_waits, is_line_item, is_straight
 
 
 def released_at_call(plans: Mapping[str, Plan], origin: str) -> tuple[str, ...] | None:
     """Return the tasks to release when the task `origin` calls the step; None if the step cannot begin ahead.
 
-    plans  the plan of each task, by name. Plans with branches, loops or copies cannot begin ahead
+    plans  the plan of each task, by name. Plans with branches or loops cannot begin ahead
     """
     others = [plan for task, plan in plans.items() if task != origin]
-    if not all(map(_is_straight, others)):
+    if any(plan.bodies for plan in others):
         return None
     return tuple(plan.task for plan in others if _changes_by_itself(plan, origin))
 
@@ -32,15 +31,11 @@ def why_not_own(executable: Executable, donated: Sequence[int]) -> str:
 
     donated  the arguments that the part may overwrite
     """
-    if not is_straight(executable):
-        return "the function has branches, loops or copies"
+    if executable.bodies:
+        return "the function has branches or loops"
     if not executable.sends_of_feeds:
         return "the function sends nothing that its arguments alone determine, such as the ids of a lookup"
     return "the function donates arguments" if donated else ""
-
-
-def _is_straight(plan: Plan) -> bool:
-    return all(map(is_line_item, plan.items)) and chained_waits(plan.items, needs(plan)) <= MOST_CHAINED
 
 
 def _changes_by_itself(plan: Plan, origin: str) -> bool:

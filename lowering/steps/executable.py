@@ -5,7 +5,6 @@ Invariant: an executable's plan does not change, so any number of steps may run 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
@@ -58,17 +57,14 @@ _IN_ORDER = ((ItemRole.WRITES, ItemRole.RELEASES), (ItemRole.ACQUIRES, ItemRole.
 class Executable:
     """What one task runs in one step: a plan, with its programs by index, and the order of its items, by index.
 
-    needs       the items that each item waits for
-    waiting     number of items that each item waits for
-    dependents  the items that wait for each item, transfers first
-    at_once     the items that wait for none, receives first, so that arriving values find their receive
+    needs       the items that each item needs
+    dependents  the items that need each item, transfers first
+    waiting     the items whose results come later than the item was started
     takers      the items that take each slot
     bodies      executables of the plans that branches and loops run; they share the programs
     layouts     the types of the values of each receive
     awaited     the slots that must be computed before a copy starts
     fetched     the slots that the plan returns
-    lets_go     the slots that each item takes, gives or awaits, without those fetched
-    uses        number of items that take, give or await each slot; after the last one its value is freed
     """
 
     def __init__(self, plan: Plan, programs: Sequence[Program] = ()) -> None:
@@ -86,23 +82,21 @@ class Executable:
             if isinstance(item, Recv)
         }
         self.needs = needed = needs(plan)
-        #: The plan as a `straight_line.StraightLine`, once it has run as one.
-        self.line: Any = None
+        #: The `execute.CompiledPlan`, once the plan has run.
+        self.compiled: Any = None
         #: Whether a run of the plan has ended: the first one may compile programs again. True without programs.
         self.has_run = not programs
-        self.waiting = list(map(len, needed))
         self.dependents: list[list[int]] = [[] for _ in plan.items]
         # Transfers first, so that they start before a later call occupies the device.
         for index in sorted(range(len(needed)), key=lambda index: not isinstance(plan.items[index], Copy | Send)):
             for producer in needed[index]:
                 self.dependents[producer].append(index)
-        ready = [index for index, count in enumerate(self.waiting) if count == 0]
-        self.at_once = sorted(ready, key=lambda index: not isinstance(plan.items[index], Recv))
         self.awaited = {index: found for index in range(len(needed)) if (found := self._awaited_by(index))}
-        self.lets_go = [self._let_go_by(index) for index in range(len(needed))]
-        self.uses = [0] * plan.slots
-        for slot in itertools.chain.from_iterable(self.lets_go):
-            self.uses[slot] += 1
+        self.waiting = frozenset(
+            index
+            for index, item in enumerate(plan.items)
+            if index in self.awaited or isinstance(item, Recv | UseResource | Branch | While | Scan)
+        )
 
     def _awaited_by(self, index: int) -> tuple[int, ...]:
         """Return the slots that must be computed before a copy starts: one result of each item in its `after`.
@@ -114,11 +108,6 @@ class Executable:
         if not isinstance(item, Copy) or self.devices[item.device].platform != "cpu":
             return ()
         return tuple(slot for earlier in item.after for slot in gives(self.plan.items[earlier])[:1])
-
-    def _let_go_by(self, index: int) -> tuple[int, ...]:
-        item = self.plan.items[index]
-        found = dict.fromkeys((*takes(item), *gives(item), *self.awaited.get(index, ())))
-        return tuple(slot for slot in found if slot not in self.fetched)
 
     @cached_property
     def is_asynchronous(self) -> bool:

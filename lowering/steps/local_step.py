@@ -17,11 +17,11 @@ from dflow.lowering.programs.program import LoweredProgram, Program, lower_progr
 from dflow.lowering.queues.channel import Deliver, Sent, StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import LoweredStep, Runner
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable, takes
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.lowered import Lowered
 from dflow.lowering.steps.plan import Call, calls_in
-from dflow.lowering.steps.straight_line import run_of
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.kept_shardings import kept_shardings
 from dflow.lowering.values.outcome import Outcome

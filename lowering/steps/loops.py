@@ -7,65 +7,28 @@ previous iteration runs after that item, so each variable and each queue sees th
 test runs when the carried values that it needs are ready. A test whose effects conflict with those of the body runs
 when the previous iteration has ended.
 
-An iteration is a run of the body's plan whose carried values arrive one by one from the previous iteration.
+An iteration is an execution of the body's plan whose carried values arrive one by one from the previous iteration.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import jit as jax_jit
 
-from dflow.lowering.steps.executable import Executable, may_conflict
+from dflow.lowering.steps.executable import may_conflict
+from dflow.lowering.steps.execute import PENDING, CompiledPlan, Execution
 from dflow.lowering.steps.plan import Scan, While
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.ir.types import key_implementation, parse_type
-
-#: Stands for a value that the previous iteration has not computed yet.
-PENDING: Any = object()
-
-
-class Run(Protocol):
-    """A run of a body's plan: an `Execution`."""
-
-    def start(self) -> None: ...
-
-    def feed(self, place: int, value: Any) -> None: ...
-
-    def release(self, item: int) -> None: ...
-
-    def cancel(self, error: BaseException) -> None: ...
-
-
-#: Called with each item that is done and its results, each with its slot.
-OnItem = Callable[[int, Sequence[tuple[int, Any]]], None]
-
-
-class MakeRun(Protocol):
-    """Creates a run of the body with this index, without starting it.
-
-    `turn`     number of the iteration
-    `held`     number of releases that an item waits for, by item
-    `on_item`  called with each item that is done
-    """
-
-    def __call__(
-        self,
-        body: int,
-        feeds: Sequence[Any],
-        on_done: Callable[[Outcome[Sequence[Any]]], None],
-        turn: int,
-        held: Mapping[int, int] = ...,
-        on_item: OnItem | None = None,
-    ) -> Run: ...
 
 
 @dataclass
@@ -73,8 +36,8 @@ class _Turn:
     """An iteration, with the values carried from the previous one and the items that are done."""
 
     carried: list[Any]
-    run: Run | None = None
-    test: Run | None = None
+    run: Execution | None = None
+    test: Execution | None = None
     done: set[int] = field(default_factory=set)
     has_ended: bool = False
 
@@ -86,23 +49,20 @@ class Loop:
         self,
         item: While | Scan,
         values: Sequence[Any],
-        bodies: Sequence[Executable],
-        make_run: MakeRun,
+        body: CompiledPlan,
+        test: CompiledPlan | None,
+        within: Execution,
         on_end: Callable[[Outcome[Sequence[Any]]], None],
-        submit: Callable[[Callable[[], None]], object],
     ) -> None:
-        self._item, self._make_run, self._on_end, self._submit = item, make_run, on_end, submit
-        self._body = bodies[item.body]
+        self._item, self._test, self._body, self._within, self._on_end = item, test, body, within, on_end
         rows = item.rows if isinstance(item, Scan) else 0
         kept, after = len(values) - rows - item.carry, len(values) - rows
         self._kept, self._rows = values[:kept], values[after:]
-        self._window = item.parallel
-        if isinstance(item, While) and may_conflict(bodies[item.test], self._body):
-            self._window = 1
+        self._window = 1 if test is not None and may_conflict(test.executable, body.executable) else item.parallel
         self._stacks = [_Stack(type, item.length) for type in item.stacked] if isinstance(item, Scan) else []
         #: The indices of each slot of the body among its results.
         self._places: dict[int, list[int]] = {}
-        for place, slot in enumerate(self._body.plan.fetches):
+        for place, slot in enumerate(body.executable.plan.fetches):
             self._places.setdefault(slot, []).append(place)
         self._lock = threading.Lock()
         self._ended = False
@@ -151,22 +111,22 @@ class Loop:
             if number - self._oldest >= self._window or (self._is_wanted is None and turn.test is not None):
                 return None
             if self._is_wanted is None:
-                assert isinstance(item, While)
-                turn.test = self._make_run(item.test, [*self._kept, *turn.carried], self._tested, number)
+                assert self._test is not None
+                turn.test = self._within.body(self._test, [*self._kept, *turn.carried], self._tested, number, {})
                 return turn.test.start
             return self._turned(number, turn).start
 
     def _finish(self) -> None:
         self._end([*self._turns[self._next].carried, *(stack.whole() for stack in self._stacks)])
 
-    def _turned(self, number: int, turn: _Turn) -> Run:
+    def _turned(self, number: int, turn: _Turn) -> Execution:
         """Create the run of the next iteration. The lock is held."""
-        before = self._turns.get(number - 1)
-        held = {} if before is None else {i: len(follows - before.done) for i, follows in self._body.follows.items()}
+        body, before = self._body.executable, self._turns.get(number - 1)
+        held = {} if before is None else {i: len(follows - before.done) for i, follows in body.follows.items()}
         feeds = [*self._kept, *turn.carried, *(_row(x, self._row_of(number)) for x in self._rows)]
         turn.test = None
-        turn.run = self._make_run(
-            self._item.body,
+        turn.run = self._within.body(
+            self._body,
             feeds,
             partial(self._turn_ended, number),
             number,
@@ -175,7 +135,7 @@ class Loop:
         )
         self._turns[number + 1] = _Turn([PENDING] * len(turn.carried))
         self._next, self._is_wanted = number + 1, None
-        known = [*zip(self._body.plan.feeds, feeds, strict=True), *self._body.scalars]
+        known = [*zip(body.plan.feeds, feeds, strict=True), *body.scalars]
         self._hand_on(number, [(slot, value) for slot, value in known if value is not PENDING])
         return turn.run
 
@@ -197,7 +157,7 @@ class Loop:
                 later.carried[place] = value
                 told += [partial(run.feed, feed, value) for run in (later.run, later.test) if run is not None]
                 if later.run is not None:
-                    left.append((number + 1, self._body.plan.feeds[feed], value))
+                    left.append((number + 1, self._body.executable.plan.feeds[feed], value))
         return told
 
     def _item_done(self, number: int, item: int, values: Sequence[tuple[int, Any]]) -> None:
@@ -208,7 +168,8 @@ class Loop:
             told = self._hand_on(number, values)
             later = self._turns[number + 1].run
             if later is not None:
-                told += [partial(later.release, each) for each in self._body.followed.get(item, ())]
+                followed = self._body.executable.followed.get(item, ())
+                told += [partial(later.release_item, each) for each in followed]
         for tell in told:
             tell()
 
@@ -249,7 +210,7 @@ class Loop:
                 self._end(error)
 
         if not self._ended:
-            self._submit(guarded)
+            self._within.submit(guarded)
 
 
 class _Stack:

@@ -13,8 +13,8 @@ import pytest
 
 import dflow
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.plan import Call
 from dflow.state_backends import LOCAL
 from tests.dflow.on_devices import X, calls, on, plan_of, variable
@@ -194,7 +194,7 @@ def test_all_devices_are_given_their_work_before_any_is_waited_for() -> None:
 
     programs = [program(item.device) for item in plan.items if isinstance(item, Call)]
     outcomes: list[Any] = []
-    Execution(
+    run_of(
         Executable(plan, programs),
         LOCAL.store,
         None,

@@ -15,11 +15,11 @@ from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.queues.channel import Deliver, StepId
 from dflow.lowering.state.store import Store
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import lower_programs
 from dflow.lowering.steps.lowered import literals, make_plans
-from dflow.lowering.steps.straight_line import run_of
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.outcome import Outcome
 from dflow.lowering.values.payload_layout import PayloadLayout

@@ -17,7 +17,7 @@ import dflow
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.execute import Execution
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Node
 from dflow.tracing.jaxprs.trace import trace
@@ -168,7 +168,7 @@ def waited_for(cluster: Cluster, task: str) -> list[str]:
     ended: list[Any] = []
     box = Mailbox(cluster.mail, task)
     store, step = cluster.stores[task], StepId(WORKER, 9)
-    Execution(cluster._parts[task], store, box, step, [], ended.append, work.append).start()
+    run_of(cluster._parts[task], store, box, step, [], ended.append, work.append).start()
     while work:
         work.pop()()
     assert not ended

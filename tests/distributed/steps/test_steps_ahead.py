@@ -213,7 +213,7 @@ def test_a_refusal_is_reported_once() -> None:
     for _ in range(3):
         loop.call(unknown)
     assert loop.starter.begun == []
-    assert loop.refusals == ["the function has branches, loops or copies on other tasks"]
+    assert loop.refusals == ["the function has branches or loops on other tasks"]
 
 
 def test_a_change_of_state_cancels_and_is_waited_out() -> None:

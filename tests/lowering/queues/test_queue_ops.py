@@ -12,13 +12,12 @@ from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.store import Store
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.lowered import make_plans
 from dflow.lowering.steps.plan import Call, Plan, UseResource
 from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.steps.step_events import ITEM_ENDED
-from dflow.lowering.steps.straight_line import run_of
 from dflow.tracing.errors import StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -78,7 +77,7 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
     store.resources["q"] = Late("q", QueueSettings(QueueKind.FIFO, 1), QueueType(()))
     executable = Executable(Plan(ALONE, 0, (UseResource("q", ResourceOp("queue.dequeue")),)))
     channel = Mailbox(Mail(), ALONE)
-    execution = Execution(executable, store, channel, StepId(ALONE, 1), (), outcomes.append, lambda work: work())
+    execution = run_of(executable, store, channel, StepId(ALONE, 1), (), outcomes.append, lambda work: work())
     execution.start()
     assert [str(error) for error in (*ends, *outcomes)] == ["enough", "enough"]
 
@@ -91,7 +90,7 @@ def _a_step_that_waits(submit: Any) -> tuple[HeldQueue, list[Any]]:
     waits = UseResource("q", ResourceOp("queue.dequeue"), gives=(0,))
     executable = Executable(Plan(ALONE, 2, (waits, UseResource("q", ResourceOp("queue.size"), gives=(1,), after=(0,)))))
     channel = Mailbox(Mail(), ALONE)
-    Execution(executable, store, channel, StepId(ALONE, 1), (), outcomes.append, submit).start()
+    run_of(executable, store, channel, StepId(ALONE, 1), (), outcomes.append, submit).start()
     return queue, outcomes
 
 
@@ -115,8 +114,7 @@ def test_a_step_ends_when_the_thread_that_brings_what_it_waits_for_is_interrupte
     assert "the thread that brought what this step waited for was interrupted" in str(outcomes[0])
 
 
-@pytest.mark.parametrize("executor", [Execution, run_of])
-def test_an_interrupt_reaches_the_thread_that_brought_what_its_own_step_waited_for(executor: Any) -> None:
+def test_an_interrupt_reaches_the_thread_that_brought_what_its_own_step_waited_for() -> None:
     def interrupt(noted: tuple[Any, ...]) -> None:
         if noted[1] is ITEM_ENDED:
             raise KeyboardInterrupt
@@ -127,7 +125,7 @@ def test_an_interrupt_reaches_the_thread_that_brought_what_its_own_step_waited_f
     executable = Executable(Plan(ALONE, 0, (UseResource("q", ResourceOp("queue.enqueue")),)))
     arguments = executable, store, Mailbox(Mail(), ALONE), StepId(ALONE, 1), (), outcomes.append, lambda work: work()
     with pytest.raises(KeyboardInterrupt):
-        executor(*arguments, recorder=recorder).start()
+        run_of(*arguments, recorder=recorder).start()
     assert [type(outcome) for outcome in outcomes] == [StepCancelled]
 
 

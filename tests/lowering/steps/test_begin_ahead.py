@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dflow.lowering.steps.begin_ahead import released_at_call
-from dflow.lowering.steps.plan import Branch, Call, Item, Plan, Read, Recv, Send, UseResource
+from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Send, UseResource
 from dflow.tracing.ir.resource_op import ResourceOp
 
 WORKER, PS0, PS1 = "/job:worker/task:0", "/job:ps/task:0", "/job:ps/task:1"
@@ -70,6 +70,11 @@ def test_so_is_a_change_that_comes_after_the_workers_values_only_on_another_task
     ps0 = plan(PS0, *fetch(PS0, 0), *update(PS0, 1), Read(("w0",), (3,), after=(3,)), Send("copy", PS1, (3,)))
     ps1 = plan(PS1, Recv("copy", PS0, (5,), F32), Call(1, ("copy",), (), (5,), ()))
     assert released(only0, ps0, ps1) == (PS1,)
+
+
+def test_a_plan_with_copies_begins_ahead() -> None:
+    copied = Read(("w0",), (0,)), Copy("cpu:0", 0, 4), Send("w0", WORKER, (4,))
+    assert released(worker(), plan(PS0, *copied, *update(PS0, 1)), plan(PS1, *fetch(PS1, 0), *update(PS1, 1))) == ()
 
 
 def test_a_plan_with_branches_cannot_begin_ahead() -> None:

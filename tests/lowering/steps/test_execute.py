@@ -1,4 +1,4 @@
-"""One task's partition of a step: dependencies of items, and the end of an execution, by both executors."""
+"""One task's partition of a step: dependencies of items, and the end of an execution."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from dflow.lowering.programs.program import Program, lower_program
 from dflow.lowering.queues.channel import NotConnected, StepId
 from dflow.lowering.state.store import Store
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
-from dflow.lowering.steps.straight_line import MOST_CHAINED, StraightRun, is_straight, run_of
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -38,15 +38,6 @@ STEP = StepId(WORKER, 1)
 ONE = jnp.float32(1)
 
 
-#: The executors: `run_of` runs all plans but those with copies that wait as straight lines.
-EXECUTORS: dict[str, Any] = {"general": Execution, "straight": run_of}
-
-
-@pytest.fixture(autouse=True, params=list(EXECUTORS))
-def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXECUTORS, "chosen", EXECUTORS[request.param])
-
-
 class Task:
     """A task, its messages from and to another task, and its executions. Submitted work waits for a call of `work`."""
 
@@ -55,14 +46,12 @@ class Task:
         self.submitted: list[Callable[[], None]] = []
         self.programs = programs
 
-    def execution(
-        self, *items: Item, slots: int = 9, feeds: Any = (), fetches: Sequence[int] = ()
-    ) -> Execution | StraightRun:
+    def execution(self, *items: Item, slots: int = 9, feeds: Any = (), fetches: Sequence[int] = ()) -> Execution:
         """Make an execution of a plan without starting it; `feeds` maps slots to values."""
         feeds = dict(feeds)
         plan = Plan(WORKER, slots, items, tuple(feeds), tuple(fetches))
         mailbox = Mailbox(self.mail, WORKER)
-        return EXECUTORS["chosen"](
+        return run_of(
             Executable(plan, self.programs),
             self.store,
             mailbox,
@@ -72,7 +61,7 @@ class Task:
             self.submitted.append,
         )
 
-    def start(self, *items: Item, **options: Any) -> Execution | StraightRun:
+    def start(self, *items: Item, **options: Any) -> Execution:
         """Start a plan."""
         execution = self.execution(*items, **options)
         execution.start()
@@ -255,7 +244,7 @@ def test_a_send_waits_for_what_it_comes_after() -> None:
 def test_feeds_are_counted() -> None:
     plan = Plan(WORKER, 2, (), (0, 1), ())
     with pytest.raises(InternalError, match="the plan of /job:worker/task:0 takes 2 feeds but was given 1"):
-        EXECUTORS["chosen"](Executable(plan), Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
+        run_of(Executable(plan), Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
 
 
 def never(_: Any) -> None:
@@ -344,7 +333,7 @@ def test_a_channel_that_cannot_send_ends_the_execution() -> None:
 
     outcomes: list[Outcome[Fetches]] = []
     plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
-    EXECUTORS["chosen"](Executable(plan), Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
+    run_of(Executable(plan), Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
     with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
         fetched(outcomes[0])
     assert len(outcomes) == 1
@@ -428,7 +417,7 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
         for _ in itertools.repeat(None, rounds):
             task, done = Task(add), Future[Outcome[Fetches]]()
             plan = Plan(WORKER, 2 * width + 1, tuple(items), (width,), (2 * width,))
-            EXECUTORS["chosen"](
+            run_of(
                 Executable(plan, [add]), Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
             ).start()
             order = random.Random(0).sample(range(width), width)
@@ -445,7 +434,7 @@ def named_plan(*items: Item) -> Plan:
 
 def run_named(task: Task, plan: Plan) -> None:
     mailbox = Mailbox(task.mail, WORKER)
-    Execution(
+    run_of(
         Executable(plan, task.programs), task.store, mailbox, STEP, [ONE], task.outcomes.append, task.submitted.append
     ).start()
 
@@ -477,16 +466,19 @@ def test_what_ends_a_step_from_outside_is_of_no_node() -> None:
     task = Task()
     plan = named_plan(recv("x", 0))
     mailbox = Mailbox(task.mail, WORKER)
-    execution = Execution(Executable(plan), task.store, mailbox, STEP, [ONE], task.outcomes.append, never)
+    execution = run_of(Executable(plan), task.store, mailbox, STEP, [ONE], task.outcomes.append, never)
     execution.start()
     execution.cancel(StepCancelled("stop"))
     assert notes(task) == []
 
 
-def test_a_long_chain_of_waits_is_no_straight_line() -> None:
-    def chain(length: int) -> Executable:
-        items = [Recv(f"e{n}", PS_0, (n,), (("f32", ()),), (n - 1,) if n else ()) for n in range(length)]
-        return Executable(Plan(WORKER, length, tuple(items)))
-
-    assert is_straight(chain(MOST_CHAINED + 1))
-    assert not is_straight(chain(MOST_CHAINED + 2))
+def test_a_long_chain_of_waits() -> None:
+    count = 1000
+    items = [Recv(f"e{n}", PS_0, (n,), (("f32", ()),), (n - 1,) if n else ()) for n in range(count)]
+    task = Task(*calls([], 1))
+    task.start(*items, call(0, *range(count), gives=count), slots=count + 1, fetches=(count,))
+    for n in range(count):
+        assert not task.outcomes
+        task.arrive(f"e{n}", ONE)
+        task.work()
+    assert task.outcomes == [(0,)]

@@ -22,8 +22,8 @@ from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.state.store import Store
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.local_step import fetched, lower_programs
 from dflow.lowering.steps.lowered import make_plans
 from dflow.lowering.values.outcome import Outcome
@@ -84,7 +84,7 @@ class Run:
         programs = [program.compile() for program in lower_programs(part, self.store)]
         feeds = [jnp.int32(number) for number in inputs]
         mailbox = Mailbox(Mail(), ALONE)
-        self.execution = Execution(
+        self.execution = run_of(
             Executable(part.plan, programs),
             self.store,
             mailbox,

@@ -17,10 +17,10 @@ from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps import repeated_step
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution, Fetches
+from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.plan import Branch, Call, Plan, Recv, Scan, UseResource
-from dflow.lowering.steps.straight_line import run_of
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import StepCancelled
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
@@ -33,7 +33,6 @@ from tests.lowering.one_process import Mail, Mailbox
 
 F32 = ArrayType(np.dtype("float32"), ())
 STEP = StepOfRun("run", 7)
-EXECUTORS: dict[str, Any] = {"general": Execution, "straight": run_of}
 
 
 def adding() -> Program:
@@ -48,8 +47,8 @@ def adding() -> Program:
 class Task:
     """A task whose plan counts in `a`, receives a value, adds it to `a` and `b`, and enqueues and prints it."""
 
-    def __init__(self, executor: str) -> None:
-        self.run_of, self.store, self.mail = EXECUTORS[executor], Store(), Mail()
+    def __init__(self) -> None:
+        self.store, self.mail = Store(), Mail()
         self.printed: list[float] = []
         self.outcomes: list[Outcome[Fetches]] = []
         self.numbers = iter(range(100))
@@ -72,7 +71,7 @@ class Task:
         """Begin an attempt, which counts; return a function that sends the value and returns the fetches."""
         step = StepId(WORKER, next(self.numbers))
         attempt = self.store.applied.attempt(STEP)
-        run = self.run_of(
+        run = run_of(
             self.executable,
             self.store,
             Mailbox(self.mail, WORKER),
@@ -101,9 +100,9 @@ class Task:
         return float(values["a"]), float(values["b"]), self.queue.depth()[0], self.printed
 
 
-@pytest.fixture(params=list(EXECUTORS))
-def task(request: pytest.FixtureRequest) -> Task:
-    return Task(request.param)
+@pytest.fixture
+def task() -> Task:
+    return Task()
 
 
 def test_a_repeated_step_changes_nothing_and_returns_results(task: Task) -> None:

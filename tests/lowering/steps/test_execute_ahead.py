@@ -1,4 +1,4 @@
-"""A straight line that begins ahead runs each item once, whenever it is released."""
+"""An execution that begins ahead runs each item once, whenever it is released."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import Deliver, StepId
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps import line_items
+from dflow.lowering.steps import compile_items
+from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
-from dflow.lowering.steps.straight_line import StraightRun, run_of
 from dflow.lowering.values.payload_layout import PayloadLayout
 
 ORIGIN, TASK = "/job:worker/task:0", "/job:ps/task:0"
@@ -64,7 +64,7 @@ class Run:
 
         programs = [program("read", X), program("count", COUNT), program("add", SUM)]
         executable = Executable(self.plan, programs)
-        found = run_of(
+        self.run = run_of(
             executable,
             Store(),
             self.channel,
@@ -74,8 +74,6 @@ class Run:
             lambda work: work(),
             begins_ahead=True,
         )
-        assert isinstance(found, StraightRun)
-        self.run = found
 
 
 def start(run: Run) -> None:
@@ -139,7 +137,7 @@ def test_copies_of_what_is_sent_from_a_gpu_start_with_its_computation(
 
     results = [OnDevice("a"), OnDevice("kept"), OnDevice("b")]
     plan = Plan(TASK, 3, (Call(0, (), (), (), (0, 1, 2)), Send("a", ORIGIN, (0,)), Send("b", ORIGIN, (2,))))
-    monkeypatch.setattr(line_items, "has_own_memory", lambda: on_gpu)
+    monkeypatch.setattr(compile_items, "has_own_memory", lambda: on_gpu)
     executable = Executable(plan, [Program(lambda written, read: ([], results))])
     found = run_of(executable, Store(), Sending(), StepId(ORIGIN, 1), (), lambda _: None, lambda work: work())
     found.start()
