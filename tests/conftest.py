@@ -23,23 +23,15 @@ from tests.effort import (
     quick_compilation,
 )
 
-#: Folders whose tests are all as those marked `once`: of connections, processes and files, which compile little.
-ONCE = (
-    "tests/lowering/files/",
-    "tests/simulation/",
-    *(
-        f"tests/distributed/{folder}/"
-        for folder in ("coordinator", "launching", "observe", "process", "task", "transport", "wire", "worker")
-    ),
+#: Folders of connections, decisions and processes, which compile little.
+_OF_CLUSTERS = (
+    *(f"tests/distributed/{folder}/" for folder in ("asynchronous", "cluster", "coordinator", "observe", "process")),
+    *(f"tests/distributed/{folder}/" for folder in ("snapshots", "synchronous", "task", "transport", "wire")),
 )
+#: Folders whose tests are all as those marked `once`.
+ONCE = ("tests/lowering/files/", "tests/simulation/", "tests/distributed/launching/", *_OF_CLUSTERS)
 #: Folders of whose tests that run on one Python CI runs them on the second, so that both runs take about as long.
-ON_SECOND = (
-    "tests/dflow/tables/",
-    *(
-        f"tests/distributed/{folder}/"
-        for folder in ("coordinator", "observe", "process", "task", "transport", "wire", "worker")
-    ),
-)
+ON_SECOND = ("tests/dflow/tables/", *_OF_CLUSTERS)
 
 #: Each Python of CI has half of the tests of each file in these folders. Elsewhere it has each test, with half of its
 #: cases: a newer JAX breaks tests of tracing, lowering and calls first.

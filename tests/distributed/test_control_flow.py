@@ -49,12 +49,6 @@ def held_by(memory: MemoryCluster, worker: Cluster) -> list[tuple[int, int, int,
 NOTHING = [(0, 0, 0, 0)] * 3
 
 
-def crossed(memory: MemoryCluster, worker: Cluster) -> int:
-    """Number of values sent from task to task since the start."""
-    servers = [worker.server, *(task.server for task in memory.tasks.values())]
-    return sum(edge.values for server in servers for edge in server.traffic())
-
-
 def test_a_loop_over_three_tasks_does_what_it_does_alone(memory: MemoryCluster, worker: Cluster) -> None:
     a, b = two_variables(worker)
     mine = dflow.Variable(jnp.zeros(3), name="mine")
@@ -78,22 +72,6 @@ def test_a_loop_over_three_tasks_does_what_it_does_alone(memory: MemoryCluster, 
     for variable, wanted in ((a, first), (b, second), (mine, third)):
         np.testing.assert_allclose(variable.read(), wanted, rtol=1e-6)
     assert held_by(memory, worker) == NOTHING
-
-
-def test_a_branch_that_is_not_taken_sends_nothing(memory: MemoryCluster, worker: Cluster) -> None:
-    a, b = two_variables(worker)
-
-    @dflow.jit
-    def step(n: Any) -> None:
-        lax.switch(n, [lambda: None, lambda: a.assign(b.read() + a.read())])
-
-    step(0)
-    before = crossed(memory, worker)
-    step(0)
-    quiet = crossed(memory, worker) - before
-    step(1)
-    assert (quiet, crossed(memory, worker) - before - quiet) == (2, 5)
-    np.testing.assert_array_equal(a.read(), [3, 3, 3])
 
 
 def test_loops_within_loops_and_a_test_that_reads_state(memory: MemoryCluster, worker: Cluster) -> None:
@@ -170,24 +148,6 @@ def test_training_within_a_loop_over_tasks_does_what_it_does_alone(worker: Clust
 
     for there, alone in zip(train(worker, "there"), train(dflow.connect(), "alone"), strict=True):
         np.testing.assert_allclose(there, alone, rtol=1e-4, atol=1e-6)
-
-
-def test_a_loop_on_one_task_runs_there_as_one(memory: MemoryCluster, worker: Cluster) -> None:
-    a, _ = two_variables(worker)
-    [task] = [task for task in memory.tasks.values() if a.key in task.server.store]
-    entered = 0
-    call = task.server.store.call
-
-    def counted(*words: Any) -> Any:
-        nonlocal entered
-        entered += 1
-        return call(*words)
-
-    task.server.store.call = counted  # type: ignore[method-assign]
-    step = dflow.jit(lambda n: lax.fori_loop(0, n, lambda i, c: a.assign(a.read() * 2 - 1) or c + i, 0))
-    step(3)
-    assert entered == 1, "its reads and its writes are one call"
-    np.testing.assert_array_equal(a.read(), [1, 1, 1])
 
 
 def test_nothing_is_lost_that_others_write_while_a_loop_turns(memory: MemoryCluster) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +14,11 @@ from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.lowering.state.store import Store
 
 SOON_S = 30.0
-Start = Callable[[str, int], Cluster]
 
 
 class Place:
@@ -63,17 +61,6 @@ def place() -> Iterator[Place]:
     for one in reversed(made.made):
         one.close()
     made.coordinator.close()
-
-
-def test_a_variable_whose_creator_died_after_it_was_placed_is_created_by_the_next(place: Place) -> None:
-    place.ps(0)
-    dead = place.client("/job:worker/task:7")
-    assert dead.ask(PlaceVariable("w", "float32", (2,), 8, "ps")).task == "/job:ps/task:0"
-    dead.close("killed")
-    worker = place.worker(0)
-    with worker.parameter_servers():
-        w = dflow.Variable(np.array([1.0, 2.0], np.float32), name="w")
-    np.testing.assert_array_equal(w.read(), [1, 2])
 
 
 def test_a_ps_task_that_joins_later_gets_new_variables_and_the_old_stay_where_they_are(place: Place) -> None:

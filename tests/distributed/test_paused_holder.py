@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import dflow
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
-from dflow.distributed.transport.base import Peer
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import TaskLost
 from tests.distributed.processes import Spawned
-from tests.distributed.proxy import Proxy
 from tests.distributed.waiting import DEADLINE_S, until
 
 PS = "/job:ps/task:0"
@@ -129,73 +122,3 @@ def test_a_step_fails_immediately_when_the_process_of_a_parameter_task_has_ended
                 waits.result(DEADLINE_S)
         until(lambda: coordinator.status().away == (PS,))
         assert all_left_well(coordinator)
-
-
-class CutTransport(SocketTransport):
-    """Connects to `target` through a proxy."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__()
-        self._target = target
-        self.proxy: Proxy | None = None
-
-    def connect(self, address: str, *, who: str, **rest: Any) -> Peer:
-        if who == self._target:
-            self.proxy = self.proxy or Proxy(address.partition(";")[0], random.Random(0), most_bytes=1 << 40)
-            address = self.proxy.address
-        return super().connect(address, who=who, **rest)
-
-
-@pytest.mark.once
-def test_steps_go_on_after_a_parameter_task_was_cut_off(
-    coordinator: Coordinator, caplog: pytest.LogCaptureFixture
-) -> None:
-    to_coordinator, to_ps = CutTransport("the coordinator"), CutTransport(PS)
-    task = StockTask(to_coordinator, PS, coordinator.address, "127.0.0.1:0")
-    other = Cluster(coordinator.address, SocketTransport(), job="worker", index=1, store=Store(), address="127.0.0.1:0")
-    worker = Cluster(coordinator.address, to_ps, job="worker", index=0, store=Store(), address="127.0.0.1:0")
-    enough, seen, errors = threading.Event(), list[int](), list[BaseException]()
-    with closing(task), closing(other), closing(worker):
-        with worker.parameter_servers():
-            count = dflow.Variable(lambda: jnp.zeros((), jnp.int32), name="count")
-
-        @dflow.jit
-        def step() -> Any:
-            before = count.read()
-            count.assign_add(1)
-            return before
-
-        def train() -> None:
-            try:
-                while not enough.is_set():
-                    seen.append(int(step()))  # type: ignore[call-overload]
-            except BaseException as error:
-                errors.append(error)
-
-        training = threading.Thread(target=train)
-        training.start()
-        until(lambda: len(seen) > SOME)
-        proxies = [transport.proxy for transport in (to_coordinator, to_ps) if transport.proxy is not None]
-        assert len(proxies) == 2
-        for proxy in proxies:
-            proxy.cuts_at_once = True
-            proxy.cut()
-        until(lambda: coordinator.status().away == (PS,) or bool(errors))
-        until(lambda: "worker:0: ps:0 is away since" in caplog.text or bool(errors))
-        # The connection to the coordinator ends after `Limits.resume_s`; that to the worker must not.
-        until(lambda: bool(task.client.session.outage) or bool(errors))
-        until(lambda: f"no connection to {PS} for" in caplog.text or bool(errors))
-        before = len(seen)
-        for proxy in proxies:
-            proxy.cuts_at_once = False
-        until(lambda: len(seen) > before + SOME or bool(errors))
-        enough.set()
-        training.join()
-        assert not errors
-        np.testing.assert_array_equal(seen, range(len(seen)))
-        assert int(count) == len(seen)
-        until(lambda: "worker:0: ps:0 is back after" in caplog.text)
-        assert f"the connection to {PS} is back after" in caplog.text
-        assert all_left_well(coordinator)
-        for proxy in proxies:
-            proxy.close()

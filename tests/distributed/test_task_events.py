@@ -13,14 +13,11 @@ import pytest
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.lowering.steps.step_events import (
-    CONNECTED,
-    CONNECTION_LOST,
     ITEM_BEGAN,
     ITEM_ENDED,
     PART_BEGAN,
     PART_ENDED,
     RECEIVED,
-    ROSTER_CHANGED,
     SENT,
     STEP_BEGAN,
     STEP_ENDED,
@@ -28,10 +25,8 @@ from dflow.lowering.steps.step_events import (
 )
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import VariableError
-from tests.distributed.waiting import until
 
 HERE = Path(__file__).name
-DEADLINE_S = 60.0
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 
 
@@ -113,14 +108,3 @@ def test_an_error_is_noted_where_it_came_up_and_where_the_step_was_started(
     assert ended.text.startswith("VariableError: ")
     assert worker.server.step_counts.totals().errors == {"VariableError": 1}
     assert worker.server.step_counts.totals().done == 1
-
-
-def test_connections_and_the_roster_are_noted(memory: MemoryCluster, worker: Cluster) -> None:
-    make_step(worker)(jnp.ones(3))
-    server = memory.tasks["ps:0"].server
-    assert [event.peer for event in worker.server.recorder.events() if event.what == CONNECTED] == [PS]
-    assert [event.text for event in server.recorder.events() if event.what == ROSTER_CHANGED][-1].endswith(
-        "2 live, 0 left"
-    )
-    worker.close()
-    until(lambda: WORKER in [event.peer for event in server.recorder.events() if event.what == CONNECTION_LOST])

@@ -139,26 +139,6 @@ def admitted(commands: list[StalenessCommand]) -> list[int]:
     return [command.request for command in commands if isinstance(command, AdmitStep)]
 
 
-def test_with_0_one_step_runs_at_a_time_in_the_order_of_the_requests() -> None:
-    steps = BoundedSteps("run", 0)
-    assert admitted(steps.begin(1, "a", 1)) == [1]
-    assert admitted(steps.begin(2, "b", 2)) == admitted(steps.begin(3, "c", 3)) == []
-    assert admitted(steps.begin(4, "a", 4)) == [2]
-    assert admitted(steps.leave("b")) == [3]
-    assert admitted(steps.end("c", 3)) == [4]
-
-
-def test_a_slow_step_holds_the_others_back_when_as_many_have_begun_as_it_may_lack() -> None:
-    steps = BoundedSteps("run", 3)
-    assert admitted(steps.begin(1, "slow", 1)) == [1]
-    for request in (2, 3, 4):
-        assert admitted(steps.begin(request, "fast", request)) == [request]
-    assert steps.begin(5, "fast", 5) == []
-    [refused] = steps.timed_out(5)
-    text = "run 'run' with max_staleness=3: no step may begin before the steps of slow have ended"
-    assert refused == RefuseStep(5, text, "DeadlineExceeded")
-
-
 def test_a_request_that_waited_too_long_keeps_its_place() -> None:
     steps = BoundedSteps("run", 0)
     steps.begin(1, "a", 1)

@@ -219,13 +219,6 @@ def test_an_outage_is_announced_once_when_it_begins_and_once_when_it_ends() -> N
     assert warnings(made.link_ended(30.0, 3, "reset")) == [LOST.text]
 
 
-def test_a_tool_that_only_asks_announces_no_outage() -> None:
-    made = session()
-    made.opened(0.0, 1)
-    said = made.link_ended(1.0, 1, "reset") + made.wake(2.0) + made.opened(2.5, 2)
-    assert warnings(said) == []
-
-
 def test_a_refused_join_is_the_programs_and_the_link_stays() -> None:
     made = session()
     made.opened(0.0, 1)

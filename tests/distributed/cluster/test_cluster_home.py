@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -27,26 +25,9 @@ from dflow.tracing.errors import (
 from dflow.tracing.ir.updates import KINDS
 from tests.user_line import line_of
 
-DEADLINE_S = 60.0
-
 
 def zeros(*shape: int) -> Callable[[], jax.Array]:
     return lambda: jnp.zeros(shape)
-
-
-def test_the_variables_of_a_cluster_are_used_as_any_other(worker: Cluster) -> None:
-    with worker.parameter_servers():
-        v = dflow.Variable(zeros(3), name="v")
-        key = dflow.Variable(lambda: jnp.ones(2, jnp.bfloat16), name="half")
-    v.assign(jnp.arange(3.0))
-    v.assign_add(jnp.ones(3))
-    v.assign_add(jnp.ones(3))
-    np.testing.assert_array_equal(v, [2, 3, 4])
-    assert float(v[1] + v @ v) == 32.0
-    assert key.read().dtype == jnp.bfloat16
-    before = v.read()
-    v.assign(jnp.zeros(3))
-    np.testing.assert_array_equal(before, [2, 3, 4])
 
 
 def test_an_add_outside_of_any_function_is_one_update_on_the_task(memory: MemoryCluster, worker: Cluster) -> None:
@@ -61,45 +42,6 @@ def test_an_add_outside_of_any_function_is_one_update_on_the_task(memory: Memory
     v.assign_add(jnp.ones(3))
     v.assign_add(jnp.ones(3))
     np.testing.assert_array_equal(v, [2, 2, 2])
-
-
-def test_the_first_to_ask_creates_and_the_others_get(memory: MemoryCluster) -> None:
-    def start(index: int) -> float:
-        with closing(memory.worker(index)) as cluster, cluster.parameter_servers():
-            ready.wait(DEADLINE_S)
-            v = dflow.Variable(jnp.float32(index), name="first")
-            ready.wait(DEADLINE_S)
-            return float(v)
-
-    ready = threading.Barrier(3)
-    with ThreadPoolExecutor(3) as pool:
-        seen = [future.result(DEADLINE_S) for future in [pool.submit(start, index) for index in range(3)]]
-    assert len(set(seen)) == 1
-
-
-def test_workers_that_add_at_once_lose_nothing(memory: MemoryCluster) -> None:
-    def work(index: int) -> int:
-        with closing(memory.worker(index)) as cluster:
-            with cluster.parameter_servers():
-                count, other = (dflow.Variable(zeros(), name=name) for name in ("count", "other"))
-
-            @dflow.jit
-            def step(x: Any) -> Any:
-                count.assign_add(x)
-                other.assign_add(2 * x)
-                return count.read()
-
-            run = dflow.distributed.Async(cluster).run(step, iter(lambda: (jnp.float32(1.0),), 0), steps=60, name="add")
-            done = sum(1 for _ in run)
-            ends.wait(DEADLINE_S)
-            totals.append((float(count), float(other)))
-            return done
-
-    ends, totals = threading.Barrier(3), list[tuple[float, float]]()
-    with ThreadPoolExecutor(3) as pool:
-        done = [future.result(DEADLINE_S) for future in [pool.submit(work, index) for index in range(3)]]
-    assert sum(done) == 60
-    assert totals == [(60.0, 120.0)] * 3
 
 
 @pytest.mark.parametrize(
@@ -185,27 +127,6 @@ def test_an_optimizer_without_a_name_shares_its_slots_between_processes() -> Non
         for optimizer in made:
             dflow.jit(lambda optimizer=optimizer: optimizer.apply([jnp.ones(2)]))()
         np.testing.assert_allclose(made[0].variables[0], [-2.5, -2.5])  # the second moves by 1 + 0.5
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_functions_of_jax_and_optax_take_variables_on_tasks(worker: Cluster, traced: bool) -> None:
-    values = {"a": jnp.arange(3.0), "b": jnp.ones(2)}
-    with worker.parameter_servers():
-        tree = dflow.variables(values)
-
-    def figures(tree: Any) -> Any:
-        clipped = jax.tree.map(lambda p: jnp.where(p > 0, jax.nn.relu(p), 0.0), tree)
-        return (
-            optax.tree.norm(tree),
-            jax.lax.dot(tree["a"], tree["a"]),
-            jax.grad(lambda p: (p["a"] ** 2).sum())(tree),
-            clipped,
-        )
-
-    got, want = dflow.jit(figures)(tree) if traced else figures(tree), figures(values)
-    jax.tree.map(np.testing.assert_allclose, got, want)
-    assert dflow.jit(lambda tree: tree["a"].assign_add(values["a"]) or tree)(tree)["a"] is tree["a"]
-    np.testing.assert_allclose(tree["a"], 2 * values["a"])
 
 
 def test_a_second_optimizer_of_variables_on_tasks_needs_a_name(worker: Cluster) -> None:

@@ -31,7 +31,6 @@ from dflow.tracing.errors import (
     DflowError,
     QueueClosed,
     QueueError,
-    TaskLost,
     VariableError,
     WireError,
 )
@@ -44,7 +43,6 @@ from tests.effort import examples
 DEADLINE_S = 60.0
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
 F32, I32 = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
-PAIR = {"n": I32, "x": jax.ShapeDtypeStruct((2,), jnp.float32)}
 
 
 @pytest.fixture
@@ -75,20 +73,6 @@ def waiting_at(memory: MemoryCluster, name: str) -> int:
 
 
 # Created once, found by name.
-
-
-def test_workers_share_a_queue_by_its_name(workers: tuple[Cluster, Cluster]) -> None:
-    one, other = (fifo(worker, spec=PAIR) for worker in workers)
-    assert one.device == other.device
-    assert one.device is not None
-    assert one.device.startswith("/job:ps/")
-    one.enqueue({"n": 1, "x": jnp.ones(2)})
-    one.enqueue_many({"n": jnp.arange(2), "x": jnp.zeros((2, 2))})
-    assert int(other.size()) == 3
-    taken = other.dequeue()
-    assert int(taken["n"]) == 1
-    np.testing.assert_array_equal(taken["x"], [1, 1])
-    np.testing.assert_array_equal(other.dequeue_many(2)["n"], [0, 1])
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -215,18 +199,6 @@ def test_a_closed_queue_and_a_deadline_say_so_with_the_line(workers: tuple[Clust
         wrap(lambda: queue.dequeue() + 1)()
 
 
-def test_closing_a_queue_ends_the_waits_of_all_workers(
-    memory: MemoryCluster, workers: tuple[Cluster, Cluster], pool: ThreadPoolExecutor
-) -> None:
-    one, other = (fifo(worker) for worker in workers)
-    waits = [pool.submit(one.dequeue), pool.submit(dflow.jit(other.dequeue))]
-    until(lambda: waiting_at(memory, "q") == 2)
-    other.close()
-    for wait in waits:
-        with pytest.raises(QueueClosed):
-            wait.result(DEADLINE_S)
-
-
 @pytest.mark.parametrize("traced", [False, True])
 def test_the_element_that_a_dead_worker_waited_for_is_not_lost(
     memory: MemoryCluster, workers: tuple[Cluster, Cluster], pool: ThreadPoolExecutor, traced: bool
@@ -243,19 +215,6 @@ def test_the_element_that_a_dead_worker_waited_for_is_not_lost(
     until(lambda: waiting_at(memory, "q") == 0)
     queue.enqueue(5.0)
     assert float(queue.dequeue()) == 5.0
-
-
-def test_a_wait_that_is_given_up_takes_nothing(memory: MemoryCluster, workers: tuple[Cluster, Cluster]) -> None:
-    queue = fifo(workers[0])
-    server = memory.tasks[str(queue.device)[5:].replace("/task", "")].server
-    message = CallResource(queue.key, ResourceOp("queue.dequeue"), workers[0].task, 7)
-    pending = workers[0].server.peer(str(queue.device)).start(message)
-    until(lambda: waiting_at(memory, "q") == 1)
-    server.runs.cancel(StepId(workers[0].task, 7), TaskLost("given up"))
-    with pytest.raises(TaskLost, match="given up"):
-        pending.wait(DEADLINE_S)
-    queue.enqueue(1.0)
-    assert int(queue.size()) == 1
 
 
 def test_a_wait_that_is_given_up_here_is_given_up_on_the_task(
@@ -282,28 +241,6 @@ def test_more_waits_than_a_task_has_threads_leave_it_free(
     until(lambda: waiting_at(memory, "q") == 40)
     other.enqueue_many(jnp.arange(40.0))
     assert sorted(float(wait.result(DEADLINE_S)) for wait in waits) == list(range(40))
-
-
-def test_a_step_may_use_queues_of_two_tasks_and_of_this_process(workers: tuple[Cluster, Cluster]) -> None:
-    with workers[0].parameter_servers():
-        with dflow.device("ps:0"):
-            first = dflow.FIFOQueue(4, F32, name="first")
-        with dflow.device("ps:1"):
-            second = dflow.FIFOQueue(4, F32, name="second")
-        total = dflow.Variable(0.0, name="total")
-    here = dflow.FIFOQueue(4, F32, name="here")
-
-    @dflow.jit
-    def step() -> Any:
-        value = first.dequeue()
-        second.enqueue(value * 2)
-        total.assign_add(second.dequeue())
-        here.enqueue(total.read())
-        return here.dequeue() + value
-
-    first.enqueue(3.0)
-    assert float(step()) == 9.0
-    assert float(total.read()) == 6.0
 
 
 # Containers.

@@ -94,34 +94,6 @@ def test_a_device_that_no_task_offers_lists_the_tasks(worker: Cluster) -> None:
     assert line_of(caught.value, __file__) == "return x * v.read()"
 
 
-def test_a_device_scope_runs_its_ops_there(worker: Cluster) -> None:
-    with worker.parameter_servers():
-        v = dflow.Variable(lambda: jnp.arange(4.0), name="v")
-
-    @dflow.jit
-    def f(x: Any) -> Any:
-        with dflow.device("ps:1"):
-            product = v.read() * x
-        return product.sum()
-
-    assert float(f(jnp.ones(4))) == 6.0
-
-
-def test_a_device_scope_needs_no_variable_to_reach_a_task(memory: MemoryCluster, worker: Cluster) -> None:
-    @dflow.jit
-    def f(x: Any) -> Any:
-        with dflow.device("ps:1"):
-            y = x * 2
-        return y + 1
-
-    np.testing.assert_array_equal(f(jnp.arange(3.0)), [1, 3, 5])
-    sent = {(edge.source, edge.destination) for edge in worker.traffic()}
-    assert ("/job:worker/task:0", "/job:ps/task:1") in sent
-    worker.close()
-    with pytest.raises(DeviceError, match="placed on /job:ps/task:1, but no task offers it; the tasks are localhost:0"):
-        dflow.jit(lambda x: f(x) * 2)(jnp.arange(3.0))
-
-
 def test_a_device_of_the_callers_own_task(worker: Cluster) -> None:
     with worker.parameter_servers():
         v = dflow.Variable(lambda: jnp.arange(4.0), name="v")
@@ -154,38 +126,6 @@ def test_a_task_chooses_among_its_devices_itself(worker: Cluster) -> None:
         f(1.0)
     assert line_of(caught.value, __file__) == "return x * 2"
     assert str(caught.value).endswith("name the task alone, ps:1")
-
-
-def test_variables_of_two_blocks_and_of_this_process_in_one_function(worker: Cluster) -> None:
-    with worker.parameter_servers():
-        first = dflow.Variable(zeros(2), name="first")
-    with worker.parameter_servers():
-        second = dflow.Variable(zeros(2), name="second")
-    mine = dflow.Variable(jnp.ones(2), name="mine")
-
-    @dflow.jit
-    def step() -> Any:
-        first.assign_add(jnp.ones(2))
-        second.assign(first.read() * 2)
-        mine.assign_add(second.read())
-        return mine.read()
-
-    np.testing.assert_array_equal(step(), [3, 3])
-    np.testing.assert_array_equal(step(), [7, 7])
-    np.testing.assert_array_equal(mine, [7, 7])
-
-
-def test_two_handles_of_one_variable_in_one_function(worker: Cluster) -> None:
-    with worker.parameter_servers():
-        handles = [dflow.Variable(zeros(2), name="w") for _ in range(2)]
-    with pytest.warns(dflow.DuplicateNameWarning, match="variable 'w': .* both are one variable here"):
-        handles[0].assign(jnp.ones(2))
-    np.testing.assert_array_equal(handles[1], [1, 1])
-    with pytest.raises(
-        VariableError,
-        match=r"uses variable 'w' by two handles, made\n  at .*\n  and\n  at .*\n.* another name or `prefix=`",
-    ):
-        dflow.jit(lambda: [handle.assign_add(jnp.ones(2)) for handle in handles] and None)()
 
 
 def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
@@ -252,17 +192,6 @@ def test_a_step_that_fails_on_a_task_names_it_and_the_next_one_runs(memory: Memo
     task.server.store.call = call  # type: ignore[method-assign]
     np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
     assert worker.server.statistics().running == 0
-
-
-def test_a_lost_variable_is_named(memory: MemoryCluster, worker: Cluster) -> None:
-    v, step = one_variable(worker)
-    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
-    task.server.store.table.drop(v.key)
-    with pytest.raises(VariableError, match="no variable 'v' is held here") as caught:
-        step(jnp.ones(3))
-    assert task.server.name in str(caught.value)
-    with pytest.raises(VariableError, match="no variable 'v' is held here"):
-        v.read()
 
 
 def hold_calls(store: Store, entered: threading.Event, leave: threading.Event) -> None:
@@ -399,14 +328,6 @@ def test_a_failed_step_is_cancelled_on_every_task(memory: MemoryCluster, worker:
     np.testing.assert_array_equal(made[0], [1, 1, 1])
     assert waiting.server.statistics().running == 0
     np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
-
-
-def test_a_lookup_sends_rows_alone(memory: MemoryCluster, worker: Cluster) -> None:
-    with worker.parameter_servers():
-        v = dflow.Variable(lambda: jnp.zeros((1000, 2)), name="v")
-    dflow.jit(lambda i: v[i].sum())(jnp.array([1, 2, 3]))
-    sent = [edge for task in memory.tasks.values() for edge in task.server.traffic()]
-    assert [edge.size_bytes for edge in sent] == [24]
 
 
 def test_zeros_for_variables_on_two_tasks_are_sent_to_neither(memory: MemoryCluster, worker: Cluster) -> None:

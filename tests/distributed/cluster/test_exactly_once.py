@@ -21,7 +21,7 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed import Async, Sync
+from dflow.distributed import Async
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.steps import retries
 from dflow.distributed.steps.step_starter import StepParts
@@ -204,20 +204,3 @@ def test_a_step_that_waits_for_room_in_a_queue_does_not_hold_up_a_return(tasks: 
             one.result(60)
     assert tasks.worker.epoch == 1
     np.testing.assert_array_equal(seen[0].read(), np.ones(STEPS))
-
-
-def test_synchronous_rounds_take_each_element_once(tasks: Tasks) -> None:
-    programs = [Program(worker, "ps:1") for worker in tasks.workers]
-    programs[0].fill()
-    tasks.await_new_snapshot()
-
-    def train(program: Program) -> None:
-        returns = {4: 0, 12: 1} if program.cluster.index == 0 else {}
-        batches = numbers(tasks, returns)
-        for _ in Sync(program.cluster).run(program.step, batches, steps=STEPS // 2, name="run"):
-            pass
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(train, programs))
-    assert tasks.worker.epoch == 2
-    programs[0].check()

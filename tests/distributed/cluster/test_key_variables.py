@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -18,7 +17,6 @@ import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import VariableError, VariableShapeError
-from tests.distributed.processes import Spawned
 from tests.own_keys import keys_of_an_own_algorithm
 
 
@@ -53,15 +51,6 @@ def test_a_key_is_written_and_read_by_two_workers(workers: tuple[Cluster, Cluste
     same(other.read(), second)
     with pytest.raises(VariableShapeError, match=r"holds key<.*but assign was given u32"):
         v.assign(jnp.zeros(2, jnp.uint32))
-
-
-@pytest.mark.parametrize("count", [3, 200_000])
-def test_keys_from_an_initialiser_are_those_of_one_process(workers: tuple[Cluster, Cluster], count: int) -> None:
-    # The task itself makes those of more than 1 MiB.
-    def initial() -> jax.Array:
-        return jax.random.split(jax.random.key(1), count)
-
-    same(on_task(workers[0], initial).read(), dflow.Variable(initial).read())
 
 
 def test_a_step_takes_keys_from_a_task_and_gives_them_back(workers: tuple[Cluster, Cluster]) -> None:
@@ -123,37 +112,3 @@ def test_workers_never_draw_the_same_key_from_one_generator(workers: tuple[Clust
 def test_keys_of_an_algorithm_that_other_processes_lack_are_refused(workers: tuple[Cluster, Cluster]) -> None:
     with pytest.raises(VariableError, match=r"'keys' holds key<own>\[\](.|\n)*use keys of one of .* threefry2x32, rbg"):
         on_task(workers[0], keys_of_an_own_algorithm())
-
-
-KEYS = """
-import jax, numpy as np
-import dflow
-
-cluster = dflow.connect()
-with cluster.parameter_servers():
-    keys = dflow.Variable(lambda: jax.random.split(jax.random.key(3), 4), name="keys")
-    noise = dflow.Generator(7, name="noise")
-here = jax.random.split(jax.random.key(3), 4)
-assert (jax.random.key_data(keys.read()) == jax.random.key_data(here)).all()
-step = dflow.jit(lambda: jax.random.key_data(noise.split(2)))
-cluster.barrier("made")
-drawn = np.concatenate([step() for _ in range(20)])
-if cluster.index == 0:
-    dflow.save("saved", {"keys": keys, "noise": noise})
-cluster.report(f"drawn {cluster.index}", len(np.unique(drawn, axis=0)))
-cluster.close()
-"""
-
-
-def test_processes_share_keys(tmp_path: Path) -> None:
-    (tmp_path / "keys.py").write_text(KEYS)
-    with Spawned(
-        "-m", "dflow", "launch", "--all-tables", "--ps", "1", "--workers", "2", "keys.py", cwd=tmp_path
-    ) as launched:
-        status, output = launched.finish()
-    assert status == 0, output
-    for worker in range(2):
-        assert re.search(rf"drawn {worker} +40 ", output), output
-    v = dflow.Variable(lambda: jax.random.split(jax.random.key(0), 4), name="keys")
-    dflow.restore(tmp_path / "saved", v, ignore=["unexpected"])
-    same(v.read(), jax.random.split(jax.random.key(3), 4))

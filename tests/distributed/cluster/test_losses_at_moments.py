@@ -102,96 +102,6 @@ def compiled(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
     return step
 
 
-def of_two_calls(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
-    """A step whose second function is called for the first time when the first function has changed state."""
-    calls = [compiled(tasks, [variable]) for variable in made]
-
-    def step(numbers: jax.Array) -> None:
-        for call in calls:
-            call(numbers)
-
-    return step
-
-
-def eager(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
-    def step(numbers: jax.Array) -> None:
-        for variable in made:
-            variable.scatter_add(numbers[:1], jnp.ones(1))
-
-    return step
-
-
-def creating(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
-    """A step that makes a variable, and a queue, when it is called for the first time."""
-    found: list[Any] = []
-
-    @dflow.jit
-    def update(numbers: jax.Array) -> None:
-        found[0].assign_add(1.0)
-        found[1].enqueue(numbers[0])
-        for variable in made:
-            variable.scatter_add(numbers[:1], jnp.ones(1))
-
-    def step(numbers: jax.Array) -> None:
-        with tasks.worker.parameter_servers(), dflow.device("ps:0"):
-            found.extend([] if found else [dflow.Variable(0.0, name="total")])
-            found.extend([] if found[1:] else [dflow.FIFOQueue(2 * STEPS, jnp.int32(0), name="queue")])
-        update(numbers)
-        if numbers[0] == STEPS - 1:
-            assert (float(found[0].read()), int(found[1].size())) == (STEPS, STEPS)
-
-    return step
-
-
-@pytest.mark.parametrize(
-    ("made_step", "moment", "count"),
-    [
-        (compiled, "first call", 1),
-        (compiled, "registration", 1),
-        (compiled, "new trace", 1),
-        (compiled, "registration", 2),
-        (of_two_calls, "first call", 2),
-        (of_two_calls, "registration", 2),
-        (eager, "registration", 1),
-        (eager, "registration", 2),
-        (creating, "creation", 1),
-        (creating, "creation", 2),
-    ],
-)
-def test_an_asynchronous_step_is_done_again(
-    tasks: Tasks, lost: Callable[..., Loss], made_step: Any, moment: str, count: int
-) -> None:
-    made, loss = counts(tasks), lost(moment, count=count)
-    step = made_step(tasks, made)
-    loss.arm()
-
-    def batch(number: int) -> Any:
-        # Half of the steps are of another type.
-        return jnp.full(1 + 2 * number // STEPS, number)
-
-    in_time(lambda: list(Async(tasks.worker).run(step, batch, steps=STEPS, name="run")))
-    for variable in made:
-        np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
-    loss.check()
-
-
-@pytest.mark.parametrize(("moment", "count"), [("first call", 1), ("registration", 1), ("registration", 2)])
-def test_a_synchronous_round_is_done_again(tasks: Tasks, lost: Callable[..., Loss], moment: str, count: int) -> None:
-    made, loss = counts(tasks, "w"), lost(moment, count=count)
-    with tasks.worker.parameter_servers():
-        optimizer = dflow.Optimizer(optax.sgd(1.0), made, name="sgd")
-
-    @dflow.jit
-    def step(number: jax.Array) -> None:
-        optimizer.apply([-jnp.zeros(STEPS).at[number].set(1.0) for _ in made])
-
-    loss.arm()
-    in_time(lambda: list(Sync(tasks.worker).run(step, jnp.int32, steps=STEPS, name="run")))
-    for variable in made:
-        np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
-    loss.check()
-
-
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_an_evaluation_captures_the_values_again(tasks: Tasks, lost: Callable[..., Loss], is_shared: bool) -> None:
     made, loss = counts(tasks), lost("pause")
@@ -201,24 +111,6 @@ def test_an_evaluation_captures_the_values_again(tasks: Tasks, lost: Callable[..
         lambda: dflow.evaluate(lambda x: jnp.mean(x) + made[0].read()[0], [np.ones(4), np.ones(2)], **shared)
     )
     assert found == {"loss": 1.0, "examples": 6}
-    loss.check()
-
-
-def test_variables_are_created_again(tasks: Tasks, lost: Callable[..., Loss]) -> None:
-    counts(tasks)
-    loss = lost("creation")
-    loss.arm()
-    made = []
-
-    def make() -> None:
-        with tasks.worker.parameter_servers():
-            for index in (0, 0, 1, 0):
-                with dflow.device(f"ps:{index}"):
-                    made.append(dflow.Variable(jnp.full(STEPS, len(made)), name=f"other{len(made)}"))
-
-    in_time(make)
-    for number, variable in enumerate(made):
-        np.testing.assert_array_equal(variable.read(), np.full(STEPS, number))
     loss.check()
 
 

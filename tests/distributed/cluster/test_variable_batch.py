@@ -144,34 +144,6 @@ def test_a_full_batch_is_created_before_its_block_ends(
 # The values of one process.
 
 
-def fan_in(key: Any) -> Any:
-    return jax.nn.initializers.he_normal()(key, (40, 30)) * 0.7 + 0.1
-
-
-VALUES: dict[str, Callable[[], Any]] = {
-    "scaled": lambda: jax.random.normal(KEYS[0], (64, 64)) * 0.02,
-    "shifted": lambda: jax.random.normal(KEYS[1], (999,)) * 0.3 + 1.7,
-    "of a function": lambda: fan_in(KEYS[2]),
-    "lognormal": lambda: jax.random.lognormal(KEYS[3], 0.7, (99,)),
-    "of a dtype": lambda: jnp.full((3, 4), 2.3, jnp.bfloat16) * 1.1,
-    "a number": lambda: 3.5,
-    "an array": lambda: np.arange(4.0),
-}
-
-
-@pytest.mark.parametrize("sent_bytes", [1 << 20, 0], ids=["computed here", "computed there"])
-def test_values_are_those_of_one_process_to_the_bit(
-    worker: Cluster, monkeypatch: pytest.MonkeyPatch, sent_bytes: int
-) -> None:
-    monkeypatch.setattr(initial_ops, "SENT_BYTES", sent_bytes)
-    with worker.parameter_servers():
-        there = {name: dflow.Variable(make, name=name) for name, make in VALUES.items()}
-    here = {name: dflow.Variable(make, name=name) for name, make in VALUES.items()}
-    for name, variable in there.items():
-        assert variable.type == here[name].type
-        np.testing.assert_array_equal(variable, here[name], err_msg=name)
-
-
 def test_programs_are_sent_once_for_initialisers_that_differ_in_numbers(
     worker: Cluster, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,16 +177,6 @@ def test_an_initialiser_sees_what_it_closes_over_as_it_was(worker: Cluster) -> N
         np.testing.assert_array_equal(variable, [1, 1, 1])
 
 
-def test_an_initialiser_that_reads_a_variable_has_its_value_of_then(worker: Cluster) -> None:
-    with worker.parameter_servers():
-        first = dflow.Variable(jnp.arange(3.0), name="first")
-        second = dflow.Variable(lambda: first.read() * 2, name="second")
-        first.assign(jnp.zeros(3))
-        third = dflow.Variable(lambda: first.read() + 1, name="third")
-    np.testing.assert_array_equal(second, [0, 2, 4])
-    np.testing.assert_array_equal(third, [1, 1, 1])
-
-
 # The time of creation.
 
 
@@ -241,25 +203,6 @@ def test_a_use_within_the_block_creates_what_was_made_before(memory: MemoryClust
         assert {"v", "other"} <= held(memory)
         assert v.device is not None
         assert v.device in repr(v)
-
-
-def test_beside_another_outside_of_a_block(memory: MemoryCluster, worker: Cluster) -> None:
-    with worker.parameter_servers():
-        v = dflow.Variable(jnp.zeros(3), name="v")
-        w = dflow.Variable(jnp.zeros(3), name="w")
-    beside = dflow.Variable(lambda: jnp.ones(2), name="beside", near=w)
-    assert held(memory) == {"v", "w", "beside"}
-    assert beside.device == w.device != v.device
-
-
-def test_slots_made_outside_of_a_block_are_created_together(worker: Cluster, sent: Sent) -> None:
-    made = []
-    for n in range(6):
-        with worker.parameter_servers():
-            made.append(dflow.Variable(jnp.zeros(3), name=f"v{n}"))
-    sent.clear()
-    dflow.Optimizer(optax.sgd(0.1, momentum=0.9), made, name="sgd")
-    assert questions(sent) == {"PlaceVariables": 1, "CreateVariables": 2 * 2}
 
 
 def test_two_threads_make_their_own_batches(worker: Cluster) -> None:
@@ -307,15 +250,6 @@ def test_a_block_that_fails_creates_nothing_until_a_variable_is_used(memory: Mem
         made.append(dflow.Variable(1 / 0, name="w"))
     assert not held(memory)
     np.testing.assert_array_equal(made[0], [1, 1, 1])
-
-
-def test_beside_one_of_a_block_that_failed(worker: Cluster) -> None:
-    made = []
-    with pytest.raises(ZeroDivisionError), worker.parameter_servers():  # noqa: PT012
-        made.append(dflow.Variable(jnp.ones(3), name="v"))
-        made.append(dflow.Variable(1 / 0, name="w"))
-    beside = dflow.Variable(jnp.ones(2), name="beside", near=made[0])
-    assert beside.device == made[0].device
 
 
 def test_ops_that_fail_name_the_line_and_run_again(worker: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,16 +89,6 @@ def test_a_group_that_does_not_form_names_the_missing_tasks() -> None:
     assert room.groups.tick(120.0) == []
 
 
-def test_all_get_the_words_of_all_in_the_order_of_their_ranks() -> None:
-    room = Room(A, B).formed()
-    assert room.give(1, B, "b") == []
-    assert set(room.give(2, A, "a")) == {SendReply(1, Exchanged(("a", "b"))), SendReply(2, Exchanged(("a", "b")))}
-    assert room.give(3, A, "a") == [SendReply(3, Exchanged(("a", "b")))]  # its answer was lost with a connection
-    assert room.give(4, A, "again", number=2) == []
-    assert room.give(5, B, "other", channel="d") == []
-    assert len(room.give(6, B, "b", number=2)) == 2
-
-
 def test_members_at_different_points_of_the_program_are_told_so() -> None:
     room = Room(A, B).formed()
     room.give(1, A, "", name="step 3")
@@ -120,11 +110,6 @@ def test_a_group_is_over_when_a_member_has_left(lost: str) -> None:
     # Its next life waits for those of the others.
     room.lives |= {lost: 10}
     assert room.join(3, lost) == []
-
-
-def test_a_new_coordinator_knows_no_group() -> None:
-    room = Room(A, B)
-    assert "the coordinator was started again" in texts(room.give(1, A, ""))[0]
 
 
 def test_a_long_exchange_is_logged_once_and_ends_at_its_deadline() -> None:
@@ -216,14 +201,6 @@ def test_a_wait_for_a_work_ends_at_its_deadline_and_with_the_group() -> None:
     ]
     await_work(room, 2, B)
     assert texts(room.groups.leave(5.0, A, room.lives[A], "killed"))[0].startswith("TaskLost: the group of")
-
-
-def test_a_wait_for_a_work_ends_at_its_own_deadline_alone() -> None:
-    room = Room(A, B, C).formed()
-    await_work(room, 1, B)
-    room.groups.await_work(60.0, 2, room.lives[C], AwaitLeaderWork(C, WORK, 100.0))
-    assert [one.ask for one in room.groups.tick(100.0) if isinstance(one, SendReply)] == [1]
-    assert [one.ask for one in room.groups.tick(160.0) if isinstance(one, SendReply)] == [2]
 
 
 @pytest.mark.parametrize("where", ["barrier", "end"])

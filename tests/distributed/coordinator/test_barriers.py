@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import settings
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.coordinator.barriers import ASKED_AGAIN_S, Barriers, _Barrier
+from dflow.distributed.coordinator.barriers import ASKED_AGAIN_S, Barriers
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
@@ -54,51 +53,6 @@ class Room:
 def text(reply: SendReply) -> str:
     assert isinstance(reply.message, Failure)
     return f"{reply.message.kind}: {reply.message.text}"
-
-
-def test_members_are_looked_for_only_when_enough_tasks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    found = _Barrier.missing
-    monkeypatch.setattr(_Barrier, "missing", lambda barrier: looks.append(barrier) or found(barrier))
-    tasks = [f"/job:worker/task:{index}" for index in range(100)]
-    room = Room(*tasks)
-    replies = [reply for ask, task in enumerate(tasks) for reply in room.arrive(ask, task)]
-    assert len(replies) == len(tasks)
-    assert len(looks) == 1
-
-
-def test_all_go_when_the_last_has_come_and_are_told_the_same() -> None:
-    room = Room(A, B, C)
-    assert room.arrive(1, B) == []
-    assert room.arrive(2, A) == []
-    passed = BarrierPassed(1, 7, (A, B, C))
-    assert room.arrive(3, C) == [SendReply(1, passed), SendReply(2, passed), SendReply(3, passed)]
-    room.version = 8
-    assert room.arrive(4, A) == []
-    assert room.arrive(5, B) == []
-    assert room.arrive(6, C)[0] == SendReply(4, BarrierPassed(2, 8, (A, B, C)))
-
-
-def test_one_that_leaves_is_waited_for_no_longer() -> None:
-    room = Room(A, B, C)
-    room.arrive(1, A)
-    room.arrive(2, B)
-    assert room.barriers.leave(C, "worker:2 has left: killed") == [
-        SendReply(1, BarrierPassed(1, 7, (A, B))),
-        SendReply(2, BarrierPassed(1, 7, (A, B))),
-    ]
-
-
-def test_one_that_waits_and_leaves_is_answered_and_the_others_wait_on() -> None:
-    room = Room(A, B, C)
-    room.arrive(1, A)
-    room.arrive(2, B)
-    [gone] = room.barriers.leave(A, "worker:0 has left: killed")
-    assert (gone.ask, text(gone)) == (1, "TaskLost: worker:0 has left: killed")
-    assert room.arrive(3, C) == [
-        SendReply(2, BarrierPassed(1, 7, (B, C))),
-        SendReply(3, BarrierPassed(1, 7, (B, C))),
-    ]
 
 
 def test_one_that_leaves_fails_the_barrier_when_an_arrival_asked_for_that() -> None:
@@ -205,18 +159,6 @@ def test_an_arrival_asked_again_takes_the_place_of_the_first_or_is_told_that_it_
     assert room.arrive(2, B) == [SendReply(2, passed)], "the other has come again, and not this one"
 
 
-def test_a_barrier_outlives_the_coordinator_with_the_members_it_began_with() -> None:
-    room = Room(A, B)
-    room.arrive(1, A)
-    room.tasks, room.version = [A, B, C], 8
-    room.restart()
-    assert room.arrive(2, B) == []
-    passed = BarrierPassed(1, 7, (A, B))
-    assert room.arrive(1, A) == [SendReply(2, passed), SendReply(1, passed)]
-    room.restart()
-    assert room.arrive(1, A) == [SendReply(1, passed)]
-
-
 class RandomRoom(RuleBasedStateMachine):
     """Tasks that come, leave, return and time out in any order, while the coordinator is restarted."""
 
@@ -320,14 +262,6 @@ def cluster() -> Iterator[Cluster]:
     made = Cluster()
     yield made
     made.close()
-
-
-def test_tasks_of_a_cluster_wait_for_each_other(cluster: Cluster) -> None:
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(cluster.first.ask, AwaitBarrier("epoch", A, timeout_s=SOON_S))
-        passed = cluster.second.ask(AwaitBarrier("epoch", B, timeout_s=SOON_S))
-        assert passed.members == (A, B)
-        assert waiting.result(SOON_S) == passed
 
 
 def begin(client: CoordinatorClient, request: AwaitBarrier) -> PendingReply:

@@ -17,20 +17,16 @@ from dflow.distributed.coordinator.traffic_totals import EDGES_TOLD
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Roster
 from dflow.distributed.wire.messages.rounds import ClaimSteps
-from dflow.distributed.wire.messages.status import GetStatus, Report
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import (
     DeadlineExceeded,
     InternalError,
-    RemoteError,
     SecurityError,
     TaskLost,
     TransportClosed,
-    VariableError,
 )
 from tests.distributed import waiting
 from tests.distributed.coordinator.handled_events import handled_events
@@ -93,15 +89,6 @@ def roster_event(client: CoordinatorClient, condition: Callable[[Roster], bool])
     return event
 
 
-def test_tasks_learn_of_each_other(cluster: Cluster) -> None:
-    first = cluster.task(WORKER0)
-    assert first.session.roster.expected == (PS0, WORKER1)
-    cluster.task(PS0)
-    roster = first.wait_for_tasks([WORKER0, PS0], timeout_s=SOON_S)
-    assert [info.address for info in roster.tasks] == [f"at {WORKER0}", f"at {PS0}"]
-    assert [info.task for info in first.session.roster.tasks if info.left_at_s is None] == [WORKER0, PS0]
-
-
 def test_a_wait_names_who_is_missing_and_why(cluster: Cluster) -> None:
     first, second = cluster.task(WORKER0), cluster.task(WORKER1)
     seen = roster_event(first, lambda roster: any(info.left for info in roster.tasks))
@@ -110,33 +97,6 @@ def test_a_wait_names_who_is_missing_and_why(cluster: Cluster) -> None:
     assert seen.wait(SOON_S)
     with pytest.raises(DeadlineExceeded, match=r"2 are missing: ps:0, worker:1 \(left at 3.0 s: had enough\)"):
         first.wait_for_tasks([WORKER0, PS0, WORKER1], timeout_s=0.01)
-
-
-def test_a_second_task_of_one_name_gets_both_addresses(cluster: Cluster) -> None:
-    cluster.task(WORKER0)
-    with pytest.raises(RemoteError, match="already live at at /job:worker/task:0, so the one at elsewhere"):
-        cluster.client(WORKER0).join(WORKER0, "elsewhere")
-
-
-def test_placement_and_its_errors_reach_the_asker(cluster: Cluster) -> None:
-    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert first.ask(PlaceVariable("w", "float32", (2,), 8, "ps")).task == PS0
-    assert second.ask(PlaceVariable("w", "float32", (2,), 8, "ps")).task == PS0
-    with pytest.raises(VariableError, match=r"'w' is float32\[2\] and was asked for as float32\[3\]"):
-        second.ask(PlaceVariable("w", "float32", (3,), 12, "ps"))
-
-
-def test_a_claim_waits_until_another_worker_has_gone(cluster: Cluster) -> None:
-    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert first.ask(ClaimSteps("run", first.task, 1)).steps == range(1)
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(second.ask, ClaimSteps("run", second.task, 1), SOON_S)
-        first.close("killed")
-        assert waiting.result(SOON_S).steps == range(1)
-    assert second.ask(ClaimSteps("run", second.task, 1, done=1, metrics={"loss": 0.5})).steps == range(1, 1)
-    status = cluster.client().ask(GetStatus())
-    assert (status.steps_done, status.steps_total) == (1, 1)
-    assert [(worker.task, worker.metrics) for worker in status.workers] == [(WORKER0, {}), (WORKER1, {"loss": 0.5})]
 
 
 def test_silence_ends_the_connection_of_a_task(cluster: Cluster) -> None:
@@ -168,14 +128,6 @@ def test_traffic_of_the_last_moment_is_told_before_leaving(cluster: Cluster) -> 
     assert status.tasks[0].left == "finished"
 
 
-def test_one_is_elected_and_results_are_kept(cluster: Cluster) -> None:
-    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert second.ask(ElectOnce("init", second.task)).elected
-    assert not first.ask(ElectOnce("init", first.task)).elected
-    first.ask(Report("accuracy", 0.75))
-    assert first.ask(GetStatus()).results == {"accuracy": 0.75}
-
-
 def test_what_only_a_task_may_ask_is_refused_before_it_is_sent(cluster: Cluster) -> None:
     with pytest.raises(InternalError, match="join first"):
         cluster.client().ask(ClaimSteps("run", WORKER0, 1))
@@ -189,29 +141,6 @@ def test_the_coordinators_end_for_longer_than_is_borne_wakes_those_who_wait(clus
         with pytest.raises(TransportClosed, match=r"coordinator at .* is lost: it could not be reached for 0.0 s"):
             waiting.result(SOON_S)
     client.leave()
-
-
-def test_a_coordinator_started_again_takes_its_tasks_back_and_nobody_sees_a_change(cluster: Cluster) -> None:
-    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert second.wait_for_tasks([WORKER0, WORKER1], timeout_s=SOON_S).version == 2
-    claimed = first.ask(ClaimSteps("run", first.task, 40)).steps
-    assert first.ask(ElectOnce("init", first.task)).elected
-    rosters: list[Roster] = []
-    first.session.call_on_roster(rosters.append)
-    lost: list[str] = []
-    first.session.call_on_lost(lost.append)
-    address, before = cluster.coordinator.address, cluster.coordinator.status()
-    cluster.coordinator.close()
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(second.ask, ClaimSteps("run", second.task, 40), SOON_S)
-        cluster.start(address)
-        assert waiting.result(SOON_S).steps.start == claimed.stop
-    assert first.ask(ClaimSteps("run", first.task, 40, done=len(claimed))).steps.start > claimed.stop
-    assert not second.ask(ElectOnce("init", second.task)).elected
-    after = cluster.client().ask(GetStatus())
-    assert after.tasks == before.tasks
-    assert after.steps_done == len(claimed)
-    assert (len(rosters), lost) == (1, [])
 
 
 def test_a_coordinator_without_the_state_of_the_first_takes_none_of_its_tasks(cluster: Cluster) -> None:

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, field
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -206,21 +205,6 @@ def test_restarts_at_any_moment_give_the_answers_that_no_restart_gives(
         steady.act(what, task, part, STAYS)
         mortal.act(what, task, part, death)
     assert mortal.outcome() == steady.outcome()
-
-
-@pytest.mark.parametrize("death", [QUIET, BEFORE_WRITE, AFTER_WRITE])
-def test_a_worker_that_waits_for_steps_gets_those_of_one_that_dies_with_the_coordinator(death: str) -> None:
-    world = World()
-    for task in TASKS[1:3]:
-        world.act("join", task, 0.0, STAYS)
-    while (client := world.clients[TASKS[1]]) and not client.open:
-        world.act("claim", TASKS[1], 1.0, STAYS)
-        if len(world.clients[TASKS[2]].open) == 0 and world.clients[TASKS[2]].held == 0:
-            world.act("claim", TASKS[2], 0.0, STAYS)
-    assert world.clients[TASKS[2]].held
-    world.act("die", TASKS[2], 0.0, death)
-    assert client.held
-    assert not client.open
 
 
 def test_the_roster_says_which_cluster_it_is_and_how_often_its_coordinator_started() -> None:

@@ -20,7 +20,7 @@ from dflow.distributed.coordinator.coordinator_events import (
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.training.plan_messages import TrainingEvent
 from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.coordination import Elected, ElectOnce
+from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
@@ -30,7 +30,6 @@ from dflow.distributed.wire.messages.roster import (
     Heartbeat,
     Join,
     Leave,
-    Roster,
     RosterChange,
 )
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
@@ -63,15 +62,6 @@ def status(state: CoordinatorState, at_s: float = 50.0) -> Status:
     return message
 
 
-def test_a_join_is_answered_by_the_roster_and_told_to_all() -> None:
-    state = cluster()
-    commands = state.handle(Asked(1.0, 12, 2, Join(PS0, "h:2")))
-    roster = answer(commands, 2)
-    assert isinstance(roster, Roster)
-    assert [info.task for info in roster.tasks] == [WORKER0, WORKER1, PS0]
-    assert Broadcast((10, 11, 12), RosterChange(2, 3, (roster.tasks[2],))) in commands
-
-
 def test_a_join_that_is_refused_is_told_to_nobody() -> None:
     state = cluster()
     [reply] = state.handle(Asked(1.0, 12, 2, Join(WORKER0, "h:9")))
@@ -92,14 +82,6 @@ def test_a_silent_task_is_disconnected_and_its_steps_go_to_another() -> None:
     assert answer(commands, 3) == Claimed(0, 1)
     assert Disconnect(10, "no heartbeat for 10.0 s") in commands
     assert any(isinstance(command, Broadcast) and command.peers == (11,) for command in commands)
-
-
-def test_a_leave_is_answered_and_told_to_the_others() -> None:
-    state = cluster()
-    commands = state.handle(Asked(2.0, 10, 2, Leave(WORKER0, "finished")))
-    assert answer(commands, 2) == Ok()
-    assert status(state).tasks[0].left == "finished"
-    assert state.handle(PeerClosed(2.1, 10, "closed")) == []
 
 
 def test_nobody_speaks_for_a_task_that_has_left_or_that_is_another() -> None:
@@ -136,15 +118,6 @@ def test_who_is_no_task_places_nothing_and_reports_nothing() -> None:
     now = status(state)
     assert [variable.name for variable in now.variables] == ["w"]
     assert now.results == {}
-
-
-def test_an_office_goes_on_after_a_failure_and_not_after_a_normal_end() -> None:
-    state = cluster()
-    assert answer(state.handle(Asked(1.0, 10, 2, ElectOnce("init", WORKER0))), 2) == Elected(True)
-    assert answer(state.handle(Asked(1.0, 11, 3, ElectOnce("init", WORKER1))), 3) == Elected(False)
-    state.handle(PeerClosed(2.0, 10, "reset"))
-    state.handle(Ticked(3.0))
-    assert answer(state.handle(Asked(3.0, 11, 4, ElectOnce("init", WORKER1))), 4) == Elected(True)
 
 
 def test_traffic_and_results_are_in_the_status_after_the_task_has_left() -> None:
@@ -311,17 +284,6 @@ def events(happenings: list[tuple[str, int, Message | None]]) -> list[Event]:
         else:
             made.append(PeerClosed(at_s, peer, "reset") if what == "closed" else Ticked(at_s))
     return made
-
-
-@given(HAPPENINGS)
-def test_each_ask_is_answered_once_and_none_is_left_when_all_have_gone(
-    happenings: list[tuple[str, int, Message | None]],
-) -> None:
-    state = CoordinatorState({"ps": 1, "worker": 2})
-    script = [*events(happenings), Ticked(1000.0)]
-    commands = [command for event in script for command in state.handle(event)]
-    answered = sorted(command.ask for command in commands if isinstance(command, SendReply))
-    assert answered == [event.ask for event in script if isinstance(event, Asked)]
 
 
 @given(HAPPENINGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
-from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
+from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.status import GetStatus, Report, WorkerProgress
@@ -30,12 +30,6 @@ WRITES: list[list[Change]] = [
 ]
 
 
-@pytest.fixture(params=["memory", "file"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], CoordinatorStore]:
-    memory = MemoryStore()
-    return (lambda: memory) if request.param == "memory" else lambda: SqliteStore(tmp_path / "state")
-
-
 def states() -> list[dict[str, bytes]]:
     """States after each number of complete writes."""
     rows: dict[str, bytes] = {}
@@ -44,17 +38,6 @@ def states() -> list[dict[str, bytes]]:
         apply_changes(rows, changes)
         found.append(dict(rows))
     return found
-
-
-def test_what_was_written_is_there_when_it_is_opened_again(make: Callable[[], CoordinatorStore]) -> None:
-    for changes, rows in zip(WRITES, states()[1:], strict=True):
-        store = make()
-        store.write(changes)
-        store.close()
-        store.close()
-        again = make()
-        assert again.load() == rows
-        again.close()
 
 
 def test_a_crash_at_any_moment_leaves_whole_writes_and_all_that_had_returned(

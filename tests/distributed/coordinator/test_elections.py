@@ -10,14 +10,6 @@ def test_the_first_to_ask_is_elected_and_stays_so() -> None:
     assert elections.elect("summary", "b", 2)
 
 
-def test_after_a_failure_the_next_to_ask_is_elected() -> None:
-    elections = Elections(DurableRecords())
-    elections.elect("init", "a", 1)
-    elections.leave(1, "killed")
-    assert elections.elect("init", "b", 2)
-    assert not elections.elect("init", "a", 3), "the one that failed has come back, over another connection"
-
-
 def test_after_a_normal_end_nobody_else_is_elected() -> None:
     elections = Elections(DurableRecords())
     elections.elect("init", "a", 1)

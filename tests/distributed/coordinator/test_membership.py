@@ -45,15 +45,6 @@ def _brief(command: MembershipCommand) -> MembershipCommand | Change:
     return command
 
 
-def test_tasks_are_expected_until_they_join() -> None:
-    members = cluster()
-    assert members.roster().expected == (PS0, WORKER0, WORKER1)
-    info = TaskInfo(WORKER0, "h:1", 1.0)
-    assert members.join(1.0, 7, Join(WORKER0, "h:1")) == [Broadcast((7,), RosterChange(0, 1, (info,)))]
-    assert members.roster().expected == (PS0, WORKER1)
-    assert members.roster().tasks == (TaskInfo(WORKER0, "h:1", 1.0),)
-
-
 def test_a_task_that_left_by_a_fault_is_still_coming_for_a_while() -> None:
     members = cluster()
     assert members.coming("worker", 0.0, 60.0) == (WORKER0, WORKER1)
@@ -65,12 +56,6 @@ def test_a_task_that_left_by_a_fault_is_still_coming_for_a_while() -> None:
     assert members.coming("worker", 66.0, 60.0) == ()
     members.join(70.0, 7, Join(WORKER1, "there:7"))
     assert members.coming("worker", 70.0, 60.0) == (WORKER1,)
-
-
-def test_a_join_sent_again_changes_nothing() -> None:
-    members = cluster()
-    members.join(1.0, 7, Join(WORKER0, "h:1"))
-    assert members.join(2.0, 7, Join(WORKER0, "h:1")) == []
 
 
 def test_a_second_live_task_of_one_name_is_refused_with_both_addresses() -> None:
@@ -115,16 +100,6 @@ def test_silence_for_the_timeout_is_a_leave_and_a_heartbeat_puts_it_off() -> Non
         (2, 3, (0,)),
     ]
     assert members.live_peers() == (8,)
-
-
-def test_one_whose_connection_ended_is_away_for_a_while_and_has_then_left_for_that_reason() -> None:
-    members = cluster()
-    members.join(0.0, 7, Join(WORKER0, "h:1"))
-    members.lose(3.0, 7, "reset")
-    members.lose(3.0, 9, "of no task")
-    assert members.live_peers() == ()
-    assert members.tick(3.9) == []
-    assert brief(members.tick(4.0)) == [ReleaseTask(WORKER0, 0, "reset"), (1, 2, (0,))]
 
 
 def test_to_be_away_puts_the_end_of_a_silent_task_not_off() -> None:
@@ -265,12 +240,6 @@ def test_available_are_the_live_and_the_expected_by_index() -> None:
     members.join(0.0, 2, Join("/job:ps/task:3", "h:2"))
     members.leave(1.0, "/job:ps/task:3", "reset")
     assert members.by_job() == {"ps": tuple(f"/job:ps/task:{index}" for index in (0, 1, 2, 4, 5, 6, 7, 8, 9, 10))}
-
-
-def test_a_task_outside_the_expected_ones_may_join() -> None:
-    members = cluster()
-    assert brief(members.join(0.0, 1, Join("/job:eval/task:0", "h:1"))) == [(0, 1, (0,))]
-    assert [*members.by_job()] == ["eval", "ps", "worker"]
 
 
 def test_changes_of_a_large_cluster_are_published_together_at_the_next_tick() -> None:

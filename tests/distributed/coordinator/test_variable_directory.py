@@ -35,21 +35,6 @@ def ask(name: str, size_bytes: int = 4, near: str = "", shape: tuple[int, ...] =
     return PlaceVariable(name, "float32", shape, size_bytes, "ps", near)
 
 
-def test_every_asker_gets_the_same_answer() -> None:
-    directory = made()
-    first = directory.place(ask("w"))
-    directory.place(ask("b"))
-    assert directory.place(ask("w")) == first == Placed(TASKS[0])
-    assert [info.name for info in directory.variables()] == ["w", "b"]
-
-
-def test_variables_go_where_the_fewest_bytes_are() -> None:
-    directory = made()
-    sizes = {"big": 100, "small": 10, "next": 50, "last": 50}
-    placed = [directory.place(ask(name, size)) for name, size in sizes.items()]
-    assert placed == [Placed(TASKS[0]), Placed(TASKS[1]), Placed(TASKS[1]), Placed(TASKS[1])]
-
-
 def test_near_shares_the_task_and_its_bytes_count() -> None:
     directory = made()
     directory.place(ask("w", 10))

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +55,17 @@ def launch(
     return Spawned("-m", "dflow", "launch", "--all-tables", *words, "script.py", *arguments, cwd=tmp_path)
 
 
+def ran(*arguments: Any, **options: Any) -> tuple[int, str]:
+    """Return the exit status and the output of a launch."""
+    with launch(*arguments, **options) as launched:
+        return launched.finish()
+
+
+def connected(script: str) -> str:
+    """A script that has joined as its task."""
+    return CONNECT + script
+
+
 def pids(launched: Spawned, count: int) -> list[int]:
     return [int(line.split()[-1]) for line in launched.read_until("] pid ", count)]
 
@@ -66,17 +76,13 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_scripts_that_finish_give_0_and_their_lines_a_prefix(tmp_path: Path) -> None:
-    script = (
-        CONNECT
-        + """
+    script = connected("""
 print("hello from", os.environ["DFLOW_JOB"], index, sys.argv[1:])
 print("events go to", os.environ["DFLOW_RUN_DIR"])
 print("[bold]not markup[/bold]", file=sys.stderr)
 client.leave()
-"""
-    )
-    with launch(tmp_path, script, 2, "--lr", "3") as launched:
-        status, output = launched.finish()
+""")
+    status, output = ran(tmp_path, script, 2, "--lr", "3")
     assert status == 0, output
     assert "[worker:0] hello from worker 0 ['--lr', '3']\n" in output
     assert "[worker:1] hello from worker 1 ['--lr', '3']\n" in output
@@ -87,8 +93,7 @@ client.leave()
 
 
 def test_a_fault_in_native_code_prints_the_stacks_of_the_task(tmp_path: Path) -> None:
-    with launch(tmp_path, "import ctypes\nctypes.string_at(0)") as launched:
-        status, output = launched.finish()
+    status, output = ran(tmp_path, "import ctypes\nctypes.string_at(0)")
     assert status == 1, output
     assert "[worker:0] Fatal Python error: Segmentation fault\n" in output
     assert re.search(r'\[worker:0\]   File ".*script.py", line 2 in <module>\n', output), output
@@ -99,8 +104,7 @@ def test_a_full_disk_under_the_logs_does_not_end_the_run(tmp_path: Path) -> None
     (tmp_path / "logs").mkdir()
     for name in ("launcher", "worker-0"):
         (tmp_path / "logs" / f"{name}.log").symlink_to("/dev/full")
-    with launch(tmp_path, CONNECT + "print('hello')\nclient.leave()") as launched:
-        status, output = launched.finish()
+    status, output = ran(tmp_path, CONNECT + "print('hello')\nclient.leave()")
     assert status == 0, output
     assert "[worker:0] hello\n" in output
     for name in ("launcher", "worker-0"):
@@ -163,8 +167,7 @@ for loss in dflow.distributed.Async(cluster).run(lambda x: math.nan if x == 7 el
     pass
 cluster.close()
 """
-    with launch(tmp_path, script, 2) as launched:
-        status, output = launched.finish()
+    status, output = ran(tmp_path, script, 2)
     assert status == 1, output
     short = "20 of 100 are done; give the workers more batches, or ask for fewer steps"
     assert output.count(f"dflow: the run ended short of its steps: {short}") == 1
@@ -179,8 +182,7 @@ cluster.close()
 
 
 def test_a_script_that_never_joins_has_not_done_its_part(tmp_path: Path) -> None:
-    with launch(tmp_path, "print('done, alone')") as launched:
-        status, output = launched.finish()
+    status, output = ran(tmp_path, "print('done, alone')")
     assert status == 1, output
     assert "[worker:0] done, alone" in output
     assert "dflow: worker:0 finished and had never joined the cluster" in output
@@ -188,9 +190,7 @@ def test_a_script_that_never_joins_has_not_done_its_part(tmp_path: Path) -> None
 
 
 def test_a_crash_lets_the_others_end_and_gives_1(tmp_path: Path) -> None:
-    script = (
-        CONNECT
-        + """
+    script = connected("""
 if index == 0:
     raise RuntimeError("no more")
 left = threading.Event()
@@ -198,10 +198,8 @@ client.session.call_on_roster(lambda roster: left.set() if any(info.left for inf
 assert left.wait(60)
 print("went on")
 client.leave()
-"""
-    )
-    with launch(tmp_path, script, 2) as launched:
-        status, output = launched.finish()
+""")
+    status, output = ran(tmp_path, script, 2)
     assert status == 1, output
     assert "[worker:0] RuntimeError: no more" in output
     assert "dflow: worker:0 ended: exit status 1; 1 of 2 workers go on" in output
@@ -210,9 +208,7 @@ client.leave()
 
 
 def test_a_killed_worker_is_reported_and_the_run_is_good(tmp_path: Path) -> None:
-    script = (
-        CONNECT
-        + """
+    script = connected("""
 steps = client.ask(ClaimSteps("run", client.task, 1)).steps if index == 0 else range(0)
 client.ask(Report(f"claimed {index}", 1.0))
 if index == 0:
@@ -225,22 +221,13 @@ assert client.ask(ClaimSteps("run", client.task, 1)).steps == range(1)
 assert client.ask(ClaimSteps("run", client.task, 1, done=1, step_s=0.25, metrics={"loss": 0.5})).steps == range(1, 1)
 client.ask(Report("accuracy", 0.9375))
 client.leave()
-"""
-    )
-    with launch(tmp_path, script, 2) as launched:
-        status, output = launched.finish()
+""")
+    status, output = ran(tmp_path, script, 2)
     assert status == 0, output
     assert "dflow: worker:0 ended: killed by SIGKILL; 1 of 2 workers go on" in output
     assert "0.9375" in output
     assert "Steps: 1 of 1" in output
     assert "killed by SIGKILL (" in output
-
-
-def test_all_workers_dead_is_an_error(tmp_path: Path) -> None:
-    with launch(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 2) as launched:
-        status, output = launched.finish()
-    assert status == 1, output
-    assert "none of 2 workers finished" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -262,16 +249,13 @@ def test_a_signal_ends_every_process_and_gives_130(tmp_path: Path, number: signa
 
 @pytest.mark.once
 def test_a_worker_deaf_to_sigterm_is_killed_with_all_it_started(tmp_path: Path) -> None:
-    script = (
-        CONNECT
-        + """
+    script = connected("""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sleeper = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
 print("pid", sleeper.pid)
 print("pid", os.getpid())
 sleeper.wait()
-"""
-    )
+""")
     with launch(tmp_path, script) as launched:
         started = pids(launched, 2)
         launched.process.send_signal(signal.SIGINT)
@@ -288,29 +272,6 @@ def test_a_killed_launcher_takes_all_with_it(tmp_path: Path) -> None:
         assert len(everyone) == 3
         launched.process.kill()
         wait_for_end(everyone)
-
-
-def test_a_coordinator_that_is_started_again_goes_on_and_the_workers_with_it(tmp_path: Path) -> None:
-    script = (
-        CONNECT
-        + """
-steps = client.ask(ClaimSteps("run", client.task, 3)).steps
-siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
-[pid] = [pid for pid in siblings if b"coordinator" in open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1))]
-os.kill(int(pid), signal.SIGKILL)
-done = len(steps)
-while steps := client.ask(ClaimSteps("run", client.task, 3, done=len(steps))).steps:
-    done += len(steps)
-client.ask(Report("done", done))
-client.leave()
-"""
-    )
-    with launch(tmp_path, script, options=["--restart", "on-failure"]) as launched:
-        status, output = launched.finish()
-    assert status == 0, output
-    assert "coordinator ended: killed by SIGKILL; it is started again immediately (restart 1 of 3)" in output
-    assert "Steps: 3 of 3" in output
-    assert re.search(r"\n done +3 ", output), output
 
 
 def test_a_dead_coordinator_ends_the_run(tmp_path: Path) -> None:
@@ -332,9 +293,7 @@ def test_a_missing_script_is_said_before_anything_starts(tmp_path: Path) -> None
 
 
 def test_a_worker_that_fails_is_started_again_and_its_end_is_what_counts(tmp_path: Path) -> None:
-    script = (
-        CONNECT
-        + """
+    script = connected("""
 from pathlib import Path
 if not Path("been here").exists():
     Path("been here").touch()
@@ -342,24 +301,13 @@ if not Path("been here").exists():
     os.kill(os.getpid(), signal.SIGKILL)
 print("the second time")
 client.leave()
-"""
-    )
-    with launch(tmp_path, script, options=["--restart", "on-failure:2"]) as launched:
-        status, output = launched.finish()
+""")
+    status, output = ran(tmp_path, script, options=["--restart", "on-failure:2"])
     assert status == 0, output
     assert "dflow: worker:0 ended: killed by SIGKILL; it is started again immediately (restart 1 of 2)" in output
     assert "[worker:0] the second time" in output
     assert (tmp_path / "logs/worker-0.log").read_text() == "the first time\nthe second time\n"
     assert "it is started again immediately (restart 1 of 2)" in (tmp_path / "logs/launcher.log").read_text()
-
-
-def test_restarts_come_to_an_end(tmp_path: Path) -> None:
-    with launch(tmp_path, "raise SystemExit(3)", options=["--restart", "on-failure:1"]) as launched:
-        status, output = launched.finish()
-    assert status == 1, output
-    assert output.count("is started again") == 1
-    assert "dflow: worker:0 ended: exit status 3\n" in output
-    assert "none of 1 workers finished" in output
 
 
 def test_a_signal_comes_through_while_a_restart_is_due(tmp_path: Path) -> None:
@@ -390,15 +338,13 @@ assert both.wait(60)
 client.leave()
 """.replace("import os,", "from pathlib import Path\nimport os,")
     ).replace("import os,", "from pathlib import Path\nimport os,", 1)
-    with launch(tmp_path, script, ps=1) as launched:
-        status, output = launched.finish()
+    status, output = ran(tmp_path, script, ps=1)
     assert status == 1, output
     assert "ps:0 ended (killed by SIGKILL) while workers needed it, so the run ends" in output
     assert "AssertionError" not in output, "the worker waited for its own deadline"
     remedy = "to go on after such an end, launch with --restart ps=on-failure and --snapshots FOLDER"
     assert output.endswith(f"dflow: {remedy}\n"), output
-    with launch(tmp_path, script, ps=1, options=["--restart", "ps=on-failure"]) as launched:
-        status, output = launched.finish()
+    status, output = ran(tmp_path, script, ps=1, options=["--restart", "ps=on-failure"])
     assert status == 0, output
     assert "ps:0 ended: killed by SIGKILL; it is started again immediately (restart 1 of 3)" in output
     assert "ps:0 runs again and is empty: the variables that it held are lost" in output
@@ -407,8 +353,7 @@ client.leave()
 def test_other_jobs_run_the_script_too_each_in_its_environment(tmp_path: Path) -> None:
     script = CONNECT + "print(os.environ['DFLOW_JOB'], index, 'has', os.environ.get('A'))\nclient.leave()"
     options = ["--job", "evaluator=1", "--env", "A=some", "--env", "worker:1:A=more"]
-    with launch(tmp_path, script, 2, options=options) as launched:
-        status, output = launched.finish()
+    status, output = ran(tmp_path, script, 2, options=options)
     assert status == 0, output
     for line in ("[worker:0] worker 0 has some", "[worker:1] worker 1 has more", "[evaluator:0] evaluator 0 has some"):
         assert line in output
@@ -417,37 +362,17 @@ def test_other_jobs_run_the_script_too_each_in_its_environment(tmp_path: Path) -
 def test_a_worker_can_be_kept_on_its_own_cores(tmp_path: Path) -> None:
     cores = os.sched_getaffinity(0)
     script = CONNECT + "print('cores', os.sched_getaffinity(0), os.environ['NPROC'])\nclient.leave()"
-    with launch(tmp_path, script, len(cores), options=["--cpus-per-worker", "1"]) as launched:
-        status, output = launched.finish()
+    status, output = ran(tmp_path, script, len(cores), options=["--cpus-per-worker", "1"])
     assert status == 0, output
     for index, core in enumerate(sorted(cores)):
         assert f"[worker:{index}] cores {{{core}}} 1\n" in output
 
 
 def test_more_than_the_machine_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with launch(tmp_path, "", 2, options=["--cpus-per-worker", "4096"]) as launched:
-        status, output = launched.finish()
+    status, output = ran(tmp_path, "", 2, options=["--cpus-per-worker", "4096"])
     assert status == 2
     assert "2 tasks with 4096 cores each need 8192, but this process may use" in output
     assert not (tmp_path / "logs").exists()
-
-
-class Stubborn:
-    """A program that only `kill` ends, once all such programs are being killed."""
-
-    tail = ()
-
-    def __init__(self, together: threading.Barrier) -> None:
-        self._together = together
-
-    def poll(self) -> int | None:
-        return None
-
-    def terminate(self) -> None:
-        pass
-
-    def kill(self) -> None:
-        self._together.wait(10)
 
 
 class Stopped(StopSignal):
@@ -516,13 +441,3 @@ def test_the_end_of_a_process_that_was_started_again_is_the_one_that_the_launche
     found = _with_ends(replace(launched._status, tasks=(*left, replace(before, life=2))), launched._ended)
     assert found is not None
     assert [info.left for info in found.tasks] == ["killed by SIGKILL", lost, ""]
-
-
-def test_programs_are_killed_concurrently() -> None:
-    unused: Any = None
-    ending = _Launch(Stopped(), LaunchPlan("script.py", jobs={"worker": 3}), unused, unused, unused)
-    together = threading.Barrier(3)
-    for task in ending._workers:
-        task.running = Stubborn(together)
-    ending._end(ending._workers)
-    assert not together.broken

@@ -28,10 +28,6 @@ def test_the_first_restart_is_immediate_and_pauses_double_until_the_limit_is_rea
     assert pauses(9, *[(-9, 0.5)] * 9)[-2:] == [LONGEST_PAUSE_S, LONGEST_PAUSE_S]
 
 
-def test_what_finished_is_not_started_again() -> None:
-    assert pauses(3, (0, 1.0)) == [None]
-
-
 def test_a_steady_run_gives_all_restarts_back() -> None:
     assert pauses(1, (1, 0.5), (1, STEADY_S), (1, 0.5)) == [0.0, 0.0, None]
 

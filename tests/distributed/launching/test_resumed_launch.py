@@ -29,34 +29,6 @@ for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=3000):
     + REPORT
 )
 
-SYNC = """
-import jax.numpy as jnp
-import optax
-import dflow
-
-cluster = dflow.connect()
-with cluster.parameter_servers():
-    w = dflow.Variable(lambda: jnp.arange(3.0) / 10, name="w")
-    v = dflow.Variable(lambda: jnp.arange(3.0) / 7, name="v")
-    optimizer = dflow.Optimizer(optax.sgd(0.0003, momentum=0.9), [w, v], name="sgd")
-
-@dflow.jit
-def step(x):
-    optimizer.apply(dflow.grad(lambda: jnp.sum((w * v + x) ** 2), [w, v])())
-
-def batches():
-    for number in range(10**6):
-        yield jnp.ones(3)
-
-for _ in dflow.distributed.Sync(cluster).run(step, batches(), steps=1500):
-    pass
-if cluster.elect("report"):
-    for name, variable in (("w", w), ("v", v)):
-        for index in range(3):
-            print(name, index, float(variable[index]).hex())
-cluster.close()
-"""
-
 
 def launch(folder: Path) -> Spawned:
     words = ("--ps", "2", "--workers", "2", "--snapshots", "snapshots", "--snapshot-every", "0.5", "train.py")
@@ -97,27 +69,3 @@ def test_an_asynchronous_run_does_each_step_once(tmp_path: Path) -> None:
     assert "Steps: 3000 of 3000" in output
     assert re.search(r"\n count +3000 ", output), output
     assert re.search(r"\n other +3000 ", output), output
-
-
-def weights(output: str) -> list[str]:
-    return sorted(re.findall(r"\b[wv] \d \S+", output))
-
-
-@pytest.mark.long
-def test_the_weights_of_a_synchronous_run_are_those_of_an_undisturbed_one(tmp_path: Path) -> None:
-    found = []
-    for is_killed in (False, True):
-        folder = tmp_path / str(is_killed)
-        folder.mkdir()
-        (folder / "train.py").write_text(SYNC)
-        if is_killed:
-            with launch(folder) as launched:
-                await_snapshots(launched, folder)
-                kill_all(launched)
-        with launch(folder) as launched:
-            status, output = launched.finish()
-        assert status == 0, output
-        assert ("the job goes on from snapshot" in output) == is_killed, output
-        found.append(weights(output))
-    assert len(found[0]) == 6
-    assert found[0] == found[1]

@@ -34,13 +34,6 @@ def test_a_first_line_that_is_too_large_puts_no_empty_file_aside(tmp_path: Path)
         assert [path.name for path in tmp_path.iterdir()] == ["worker-0.log"]
 
 
-def test_a_second_run_in_the_folder_goes_on(tmp_path: Path) -> None:
-    for line in ("first", "second"):
-        with contextlib.closing(RunLogs(tmp_path)) as logs:
-            logs.write("worker:0", line)
-    assert (tmp_path / "worker-0.log").read_text() == "first\nsecond\n"
-
-
 def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
     with contextlib.closing(RunLogs(tmp_path)) as logs:
         threads = [
@@ -89,9 +82,3 @@ logs.write("worker:0", "later")
     assert (tmp_path / "worker-0.log").read_text() == (
         "whole\n... 1 lines are missing here: the file could not be written\nlater\n"
     )
-
-
-def test_a_folder_that_has_gone_ends_nothing(tmp_path: Path) -> None:
-    with contextlib.closing(RunLogs(tmp_path / "run")) as logs:
-        (tmp_path / "run").rmdir()
-        assert "worker-0.log cannot be written: No such file or directory" in logs.write("worker:0", "one")

@@ -138,11 +138,6 @@ def test_the_slowest_and_the_fastest_quarter_of_the_steps_do_not_count() -> None
     assert found.division == Division(python=1000.0)
 
 
-def test_steps_that_are_incomplete_have_no_times() -> None:
-    cut = [each for each in in_order(at_worker()) if each.what != STEP_ENDED]
-    assert step_times({WORKER: cut}, OFFSETS) == []
-
-
 def test_steps_that_tasks_of_different_jobs_started_are_separate() -> None:
     ours = [event(0, PART_BEGAN), event(10, PART_ENDED)]
     rounds = [Event(0, STEP_BEGAN, PS, 7), Event(40_000, STEP_ENDED, PS, 7)]

@@ -40,7 +40,6 @@ from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded, WireError
 from tests.distributed.trace_format import faults_of
 
-WORKERS = ("/job:worker/task:0", "/job:worker/task:1")
 DEADLINE_S = 60.0
 
 
@@ -209,20 +208,6 @@ def _noting(shapes: list[tuple[int, ...]], called: Callable[..., None]) -> Calla
         called(results, *call)
 
     return noted
-
-
-def test_the_first_whole_steps_of_each_worker_are_kept() -> None:
-    with skewed({}) as (memory, workers, _):
-        steps = [make_step(worker) for worker in workers]
-        tracer = Tracer(observed(memory, workers))
-        for _ in range(4):
-            steps[0](1.0)
-        steps[1](1.0)
-        found = tracer.stop(2)
-    began = [(e.origin, e.step) for own in found.events.values() for e in own if e.what == STEP_BEGAN]
-    assert [origin for origin, _ in sorted(began)] == [WORKERS[0], WORKERS[0], WORKERS[1]]
-    assert found.steps == 3
-    assert faults_of(found.json()) == []
 
 
 def test_it_waits_until_the_workers_have_done_their_steps() -> None:

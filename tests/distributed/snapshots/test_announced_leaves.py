@@ -67,37 +67,6 @@ def test_a_later_death_undoes_steps_as_before() -> None:
     assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(2, 1)
 
 
-def test_two_tasks_may_leave_together() -> None:
-    tasks = working()
-    first = announced(tasks)
-    second = announced(tasks, PS[1])
-    tasks.settle()
-    assert tasks.answers[first] == tasks.answers[second] == Ok()
-    for task in PS:
-        tasks.stop(task)
-    for task in PS:
-        tasks.join(task)
-        tasks.settle()
-    assert not tasks.gate
-    assert not tasks.fresh
-    assert tasks.applied == {task: {*range(5)} for task in PS}
-    assert "0 steps are done again" in tasks.log[-1]
-
-
-def test_a_task_may_announce_its_leave_while_another_is_away() -> None:
-    tasks = working()
-    announced(tasks)
-    tasks.settle()
-    tasks.stop(PS[0])
-    assert tasks.ask(AnnounceLeave(PS[1]), PS[1]) == Ok(), "nothing has changed since the snapshot"
-    tasks.stop(PS[1])
-    for task in PS:
-        tasks.join(task)
-        tasks.settle()
-    assert not tasks.gate
-    assert "ps:0, ps:1 returned to snapshot 2; 0 steps are done again" in tasks.log
-
-
 def test_a_snapshot_that_is_being_written_is_too_old() -> None:
     tasks = working()
     tasks.now_s += 10

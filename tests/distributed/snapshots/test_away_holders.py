@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.coordinator.coordinator_events import Broadcast, Disconnect, Log
+from dflow.distributed.coordinator.coordinator_events import Broadcast, Log
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
 from dflow.distributed.wire.messages.connection import Failure
@@ -36,23 +36,6 @@ def with_a_silent_holder() -> Membership:
     return members
 
 
-def test_a_silent_holder_is_away_and_has_left_only_after_its_own_timeout() -> None:
-    members = with_a_silent_holder()
-    [log, news] = ticked(members, 5.0, 10.0)
-    text = (
-        "ps:0 is away since 10.0 s: no heartbeat for 10.0 s; it holds variables or queues, so steps wait for it up to "
-        "60 s without a sign of life, for another 50.0 s"
-    )
-    assert log == Log(text)
-    assert news == Broadcast((8,), Announcement(text))
-    assert members.away() == (PS0,)
-    assert brief(ticked(members, 10.0, 15.0))[0] == ReleaseTask(WORKER0, 1, "no heartbeat for 10.0 s")
-    assert ticked(members, 15.0, 59.5) == []
-    assert members.is_live(PS0, 7)
-    reason = "no heartbeat for 10.0 s, and 60 s without a sign of life"
-    assert brief(members.tick(60.0, holds)) == [ReleaseTask(PS0, 0, reason), Disconnect(7, reason), (3, 4, (0,))]
-
-
 def test_the_return_of_a_holder_is_announced_and_changes_nothing() -> None:
     members = with_a_silent_holder()
     before = members.roster()
@@ -64,38 +47,6 @@ def test_the_return_of_a_holder_is_announced_and_changes_nothing() -> None:
     assert members.hear(16.0, PS0) == []
     assert members.tick(17.0, holds) == []
     assert members.roster() == before
-
-
-def test_a_holder_whose_connection_ended_is_away_until_it_joins_again() -> None:
-    members = with_a_silent_holder()
-    members.lose(3.0, 7, "reset")
-    assert members.tick(3.9, holds) == []
-    [log, _] = members.tick(4.0, holds)
-    assert isinstance(log, Log)
-    assert log.text.startswith("ps:0 is away since 4.0 s: reset; it holds")
-    [log, news] = members.join(9.0, 9, Join(PS0, "h:1", "p"))
-    assert log == Log("ps:0 is back after 9.0 s")
-    assert isinstance(news, Broadcast)
-    assert news.peers == (8,)
-    assert members.is_live(PS0, 9)
-
-
-def test_another_process_replaces_a_holder_that_is_away_immediately() -> None:
-    members = with_a_silent_holder()
-    members.lose(3.0, 7, "killed")
-    members.tick(4.0, holds)
-    assert brief(members.join(4.5, 9, Join(PS0, "h:3", "q"))) == [
-        ReleaseTask(PS0, 0, "it was started again"),
-        (2, 4, (0, 2)),
-    ]
-
-
-def test_a_holder_that_is_silent_over_an_open_connection_is_not_replaced() -> None:
-    members = with_a_silent_holder()
-    members.tick(10.0, holds)
-    refusal = members.join(11.0, 9, Join(PS0, "h:3", "q"))
-    assert isinstance(refusal, Failure)
-    assert "ps:0 is already live at h:1" in refusal.text
 
 
 def test_a_pause_of_the_coordinator_does_not_shorten_the_timeout_of_a_holder() -> None:

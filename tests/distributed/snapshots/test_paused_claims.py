@@ -13,16 +13,12 @@ from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.pauses import (
     HoldSteps,
     PauseSteps,
-    ResumeSteps,
     StepsHeld,
-    StepsPaused,
-    StepsResumed,
 )
 from dflow.distributed.wire.messages.roster import Join, Leave
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
 
 WORKER0, WORKER1, WORKER2 = (f"/job:worker/task:{index}" for index in range(3))
-HELD = Broadcast((10, 11), HoldSteps(1))
 #: Two workers join over the connections 10 and 11, and the second claims the steps 0 to 4.
 BEGINNING = [
     Asked(0.0, 10, 0, Join(WORKER0, "h:0")),
@@ -48,17 +44,6 @@ def holds(commands: Iterable[Command]) -> list[int]:
     """The numbers of the pauses that tasks are notified of."""
     messages = [command.message for command in commands if isinstance(command, Broadcast)]
     return [message.number for message in messages if isinstance(message, HoldSteps)]
-
-
-def test_claims_wait_until_the_steps_are_resumed(state: CoordinatorState) -> None:
-    assert HELD in state.handle(Asked(1.0, 10, 3, PauseSteps(WORKER0)))
-    assert answers(state.handle(Told(1.1, 10, StepsHeld(WORKER0, 1)))) == {}
-    assert answers(state.handle(Told(1.2, 11, StepsHeld(WORKER1, 1)))) == {3: StepsPaused(1)}
-    assert answers(state.handle(Asked(1.3, 11, 4, ClaimSteps("run", WORKER1, 20, 4, 1, 5)))) == {}
-    assert answers(state.handle(Asked(1.3, 11, 5, ClaimSteps("run", WORKER1, 20, 4, 1, 5)))).keys() == {4}
-    resumed = state.handle(Asked(1.4, 10, 6, ResumeSteps(WORKER0, 1)))
-    assert answers(resumed) == {5: Claimed(5, 3), 6: StepsResumed(True)}
-    assert Broadcast((10, 11), HoldSteps(0)) in resumed
 
 
 def test_a_pause_begins_when_another_worker_has_done_what_a_dead_one_left(state: CoordinatorState) -> None:
@@ -89,40 +74,6 @@ def test_a_pause_does_not_wait_for_steps_that_only_the_asking_worker_could_do(st
     state.handle(Asked(0.1, 10, 3, ClaimSteps("run", WORKER0, 20, 1)))
     state.handle(Asked(0.2, 11, 4, Leave(WORKER1, "killed")))
     assert holds(state.handle(Asked(0.3, 10, 5, PauseSteps(WORKER0)))) == [1]
-
-
-def test_a_worker_that_dies_before_a_pause_is_reached_has_it_begin_again(state: CoordinatorState) -> None:
-    state.handle(Asked(0.1, 12, 3, Join(WORKER2, "h:2")))
-    state.handle(Asked(0.2, 12, 4, ClaimSteps("run", WORKER2, 20, 1)))
-    assert holds(state.handle(Asked(1.0, 10, 5, PauseSteps(WORKER0)))) == [1]
-    state.handle(Told(1.1, 10, StepsHeld(WORKER0, 1)))
-    assert holds(state.handle(Asked(1.2, 11, 6, Leave(WORKER1, "killed")))) == [0]
-    claimed = answers(state.handle(Asked(1.3, 12, 7, ClaimSteps("run", WORKER2, 20, 7, 1, 1))))
-    assert claimed == {7: Claimed(0, 1)}
-    for number in range(8, 12):
-        claimed = answers(state.handle(Asked(1.4, 12, number, ClaimSteps("run", WORKER2, 20, number, number - 1, 1))))
-        assert claimed == {number: Claimed(number - 7, 1)}
-    assert holds(state.handle(Told(1.5, 12, StepsDone("run", WORKER2, 4, 1)))) == [2]
-    for peer, task in ((10, WORKER0), (12, WORKER2)):
-        reached = answers(state.handle(Told(1.6, peer, StepsHeld(task, 2))))
-    assert reached == {5: StepsPaused(2)}
-
-
-def test_a_pause_begins_again_when_a_step_that_failed_is_done(state: CoordinatorState) -> None:
-    assert holds(state.handle(Asked(1.0, 10, 3, PauseSteps(WORKER0)))) == [1]
-    state.handle(Told(1.1, 10, StepsHeld(WORKER0, 1)))
-    # Its step 2 may be applied on some tasks only. It runs no step now, and claims again later.
-    assert holds(state.handle(Told(1.2, 11, StepsDone("run", WORKER1, 0, 2, has_failed=True)))) == [0]
-    assert not answers(state.handle(Told(1.3, 11, StepsHeld(WORKER1, 1))))
-    claimed = answers(state.handle(Asked(1.4, 11, 4, ClaimSteps("run", WORKER1, 20, 4, 1, 2))))
-    assert claimed == {4: Claimed(2, 1)}
-    assert holds(state.handle(Told(1.5, 11, StepsDone("run", WORKER1, 2, 1)))) == [2]
-
-
-def test_a_step_that_failed_before_a_pause_is_asked_for_is_done_first(state: CoordinatorState) -> None:
-    state.handle(Told(0.5, 11, StepsDone("run", WORKER1, 0, 0, has_failed=True)))
-    assert not holds(state.handle(Asked(1.0, 10, 3, PauseSteps(WORKER0))))
-    assert holds(state.handle(Told(1.5, 11, StepsDone("run", WORKER1, 0, 1)))) == [1]
 
 
 def test_steps_that_no_worker_is_left_to_do_hold_back_no_pause(state: CoordinatorState) -> None:

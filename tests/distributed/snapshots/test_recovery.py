@@ -10,7 +10,7 @@ from dflow.distributed.snapshots.return_attempt import LOAD_S
 from dflow.distributed.snapshots.snapshot_attempt import CAPTURE_S
 from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
+from dflow.distributed.wire.messages.pauses import PauseSteps
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from dflow.distributed.wire.messages.rounds import Claimed, RoundsDone
 from dflow.distributed.wire.messages.snapshots import (
@@ -21,7 +21,6 @@ from dflow.distributed.wire.messages.snapshots import (
     SaveChanges,
     Saved,
     StateLoaded,
-    StateRestored,
     StateWritten,
 )
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
@@ -37,19 +36,6 @@ def test_new_state_is_saved_at_once_and_again_after_each_interval() -> None:
     tasks.tick(2.5)
     tasks.settle()
     assert [*tasks.disk[PS[0]]] == [*tasks.disk[PS[1]]] == [2]
-
-
-def test_claims_wait_only_until_the_state_is_captured() -> None:
-    tasks = Tasks()
-    tasks.tick()
-    for task in tasks.peer:
-        tasks.deliver(task)
-    assert claim(tasks, 1) is None
-    ask = tasks.asks
-    for task in PS:
-        tasks.deliver(task)
-    assert tasks.answers[ask] == Claimed(0, 15)
-    assert not any(tasks.disk.values())
 
 
 def test_all_tasks_return_together_and_steps_since_are_done_again() -> None:
@@ -71,85 +57,6 @@ def test_all_tasks_return_together_and_steps_since_are_done_again() -> None:
     assert isinstance(tasks.ask(PlaceVariable("v1", "float32", (), 4, "ps")), Placed)
 
 
-def test_a_task_that_is_started_again_while_it_loads_loads_once_more() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    tasks.start_again(PS[0])
-    for task in (*PS, WORKER):
-        tasks.deliver(task)
-    assert sent(tasks, LoadState) == {*PS}
-    tasks.deliver(PS[0])
-    tasks.start_again(PS[0])
-    assert sent(tasks, LoadState) == {*PS}
-    tasks.deliver(PS[1])
-    assert not sent(tasks, StateRestored)
-    tasks.settle()
-    assert not tasks.fresh
-
-
-def test_a_task_that_dies_after_it_has_loaded_is_waited_for() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    tasks.start_again(PS[1])
-    for task in (*PS, WORKER, PS[1]):
-        tasks.deliver(task)
-    tasks.handle(PeerClosed(tasks.now_s, tasks.peer.pop(PS[1]), "its process has ended"))
-    tasks.tick(2.0)
-    for _ in range(4):
-        tasks.deliver(PS[0])
-    assert not sent(tasks, StateRestored)
-    tasks.fresh.add(PS[1])
-    tasks.read.clear()
-    tasks.join(PS[1])
-    tasks.settle()
-    assert not tasks.fresh
-    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
-
-
-def test_all_return_once_more_when_a_task_is_started_again_before_it_has_set_its_state() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    tasks.start_again(PS[0])
-    for task in (*PS, WORKER, *PS):
-        tasks.deliver(task)
-    assert all(isinstance(tasks.inbox[task][-1], LoadState) and tasks.inbox[task][-1].is_set for task in PS)
-    tasks.deliver(PS[1])
-    tasks.start_again(PS[0])
-    for _ in range(9):
-        tasks.deliver(PS[0])
-    loads = [message for message in tasks.inbox[PS[1]] if isinstance(message, LoadState)]
-    # A worker may have used the task that had set its state, together with the process that has ended.
-    assert [(one.epoch, one.is_set) for one in loads] == [(2, False)]
-    tasks.settle()
-    assert not tasks.fresh
-
-
-def test_a_request_to_load_that_comes_again_changes_nothing_later() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    tasks.start_again(PS[1])
-    for task in (*PS, WORKER, *PS, PS[0]):
-        tasks.deliver(task)
-    tasks.connect(PS[0])  # it has set its state, and its report may be lost
-    assert sent(tasks, LoadState) >= {PS[0]}
-    tasks.settle()
-    assert not tasks.fresh
-    assert tasks.gate == 0
-    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
-
-
-def test_a_later_snapshot_has_the_ledger_of_its_own_moment() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    claim(tasks, 1)
-    claim(tasks, 2, 1, 15)
-    tasks.now_s += 10
-    tasks.snapshot()
-    tasks.start_again(PS[0])
-    tasks.settle()
-    assert "ps:0, ps:1 returned to snapshot 2; 0 steps are done again" in tasks.log
-
-
 def test_rounds_that_a_return_has_undone_are_not_reported_as_done_afterwards() -> None:
     tasks = Tasks()
     tasks.tell(WORKER, RoundsDone("sync", WORKER, 4, 9, 4))
@@ -161,31 +68,6 @@ def test_rounds_that_a_return_has_undone_are_not_reported_as_done_afterwards() -
     assert tasks.state._ledger.steps_done == 4
     tasks.tell(WORKER, RoundsDone("sync", WORKER, 5, 9, 1, undone=1))
     assert tasks.state._ledger.steps_done == 5
-
-
-def test_steps_that_a_worker_left_do_not_hold_back_the_return() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    claim(tasks, 1)
-    claim(tasks, 2, 1, 5)
-    assert not tasks.state._ledger.is_clear("")
-    tasks.start_again(PS[1])
-    tasks.settle()
-    assert not tasks.fresh
-
-
-def test_a_task_that_joins_again_while_it_writes_ends_the_snapshot() -> None:
-    tasks = Tasks()
-    tasks.tick()
-    for task in (*PS, WORKER, *PS):
-        tasks.deliver(task)
-    tasks.writing.clear()  # its report is lost with the connection
-    tasks.connect(PS[0])
-    assert tasks.log[-1].endswith("ps:0 has left or joined again")
-    tasks.now_s += 10
-    tasks.place("late", PS[0])
-    tasks.snapshot()
-    assert [*tasks.disk[PS[0]]] == [2]
 
 
 def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
@@ -351,28 +233,6 @@ def test_a_return_that_takes_too_long_is_given_up_and_the_error_names_the_task()
     answer = tasks.answers[ask]
     assert isinstance(answer, Failure)
     assert f"ps:0, ps:1 did not return to the snapshot within {LOAD_S:g} s" in answer.text
-
-
-def test_the_return_comes_before_a_save_that_cannot_begin() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    claim(tasks, 1)
-    tasks.ask(PauseSteps(WORKER))
-    tasks.start_again(PS[1])
-    assert tasks.ask(AwaitRecovery(WORKER)) is None
-    waiting = tasks.asks
-    tasks.ask(ResumeSteps(WORKER, 1))
-    tasks.settle()
-    assert tasks.answers[waiting] == Recovered(1, 1)
-
-
-def test_a_claim_whose_answer_was_lost_before_the_return_gets_steps_after_it() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    assert claim(tasks, 1) == Claimed(0, 15)
-    tasks.start_again(PS[1])
-    tasks.settle()
-    assert claim(tasks, 1) == Claimed(0, 15)
 
 
 def test_a_part_that_cannot_be_written_leaves_the_last_snapshot_in_place() -> None:

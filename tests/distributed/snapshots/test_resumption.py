@@ -99,38 +99,6 @@ def test_a_worker_waits_until_all_tasks_have_loaded_the_snapshot() -> None:
     assert tasks.answers[ask] == Recovered(1, 1)
 
 
-def test_a_coordinator_that_dies_while_tasks_load_goes_on_with_it() -> None:
-    tasks = ended()
-    for task in (WORKER, *PS):
-        tasks.join(task)
-    tasks.tick(tasks.settings.heartbeat_timeout_s)
-    for _ in range(3):
-        tasks.deliver(PS[0])
-    tasks.start_coordinator()
-    for task in (WORKER, *PS):
-        tasks.connect(task)
-    assert joining(tasks) is None
-    ask = tasks.asks
-    tasks.settle()
-    assert tasks.answers[ask] == Recovered(1, 1)
-    assert tasks.applied == {task: {*range(15)} for task in PS}
-
-
-def test_all_may_end_again_before_the_next_snapshot() -> None:
-    tasks = ended()
-    start_all(tasks)
-    tasks.end_all()
-    start_all(tasks)
-    assert joining(tasks) == Recovered(2, 1)
-    assert tasks.applied == {task: {*range(15)} for task in PS}
-    tasks.created = {PS[0]: {"v0"}, PS[1]: {"v1"}}
-    claim(tasks, 1)
-    claim(tasks, 2, 1, 11)
-    tasks.now_s += 10
-    tasks.snapshot()
-    assert [*tasks.disk[PS[0]]] == [2], "a number is never used again"
-
-
 def test_a_process_of_before_keeps_the_cluster() -> None:
     tasks = ended()
     tasks.join(WORKER)

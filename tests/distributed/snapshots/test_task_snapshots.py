@@ -212,16 +212,6 @@ def test_a_part_of_another_cluster_is_refused(tmp_path: Path) -> None:
     assert "expected a part that cluster blue wrote, got one of cluster red" in report.failure
 
 
-def test_a_late_request_of_an_earlier_return_changes_nothing(tmp_path: Path) -> None:
-    task = Task(tmp_path)
-    task.create()
-    task.do(CaptureState(1))
-    task.do(LoadState(1, 2, is_set=True))
-    task.store.write("count", jnp.int32(9))
-    assert task.do(LoadState(1, 1, is_set=True)) == [StateLoaded(PS, 1, is_set=True)]
-    assert int(task.store.read("count")) == 9
-
-
 def test_state_that_was_freed_is_not_made_again(tmp_path: Path) -> None:
     task = Task(tmp_path)
     task.create()
@@ -276,14 +266,6 @@ def test_earlier_and_abandoned_parts_go_when_a_later_one_is_committed(tmp_path: 
         task.do(CaptureState(number))
     task.do(SnapshotCommitted(3))
     assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["3"]
-
-
-def test_parts_of_an_earlier_cluster_are_removed(tmp_path: Path) -> None:
-    for number in (7, 1):
-        task = Task(tmp_path)
-        task.create()
-        task.do(CaptureState(number))
-    assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["1"]
 
 
 def test_parts_of_abandoned_snapshots_are_removed_by_the_next_one(tmp_path: Path) -> None:
@@ -343,15 +325,6 @@ def test_a_process_that_is_started_again_on_a_full_disk_loads_its_part(
     assert "no snapshot can be written to" in caplog.text
     other.do(LoadState(1, 1, is_set=True))
     same(other, {key: make() for key, make in VALUES.items()})
-
-
-def test_a_folder_that_was_removed_is_made_again_by_the_next_part(tmp_path: Path) -> None:
-    task = Task(tmp_path)
-    task.create()
-    task.do(CaptureState(1))
-    shutil.rmtree(tmp_path / "ps-0")
-    assert task.do(CaptureState(2, committed=1))[-1] == StateWritten(PS, 2, written_bytes=42, full_bytes=42)
-    assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["2"]
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "none"])

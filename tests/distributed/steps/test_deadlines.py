@@ -59,18 +59,6 @@ def test_each_wait_expires_once_after_its_timeout_the_oldest_first() -> None:
     assert waits.expired == ["a", "b", "c", "d"]
 
 
-def test_a_wait_that_has_ended_does_not_expire() -> None:
-    waits = Waits()
-    waits.begin("ended")
-    waits.clock.advance(4)
-    waits.begin("pending")
-    del waits.pending["ended"]
-    waits.clock.advance(9.9)
-    assert waits.expired == []
-    waits.clock.advance(0.1)
-    assert waits.expired == ["pending"]
-
-
 def test_a_wait_whose_end_fails_leaves_the_later_ones_their_deadlines(caplog: pytest.LogCaptureFixture) -> None:
     def fail(wait: str) -> None:
         if wait == "bad":

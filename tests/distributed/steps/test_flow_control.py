@@ -169,17 +169,6 @@ def test_a_task_that_is_lost_leaves_nothing() -> None:
     assert inflow.ended(STEP) == []
 
 
-def test_requests_of_a_lost_task_make_room_for_others() -> None:
-    inflow = Inflow(WINDOW)
-    [first] = inflow.offer("ps", STEP, "first", WINDOW, is_awaited=True, is_open=True)
-    assert first == Reaction("ps", Pull(STEP.origin, STEP.number, "first", True))
-    assert inflow.offer("other", STEP, "second", WINDOW, is_awaited=True, is_open=True) == []
-    assert inflow.offer("ps", STEP, "third", 1, is_awaited=True, is_open=True) == []
-    assert inflow.forget("ps") == [Reaction("other", Pull(STEP.origin, STEP.number, "second", True))]
-    assert inflow.pulled(STEP, "second") == []
-    assert inflow.requested_bytes == 0
-
-
 def test_the_window_is_shared_by_the_senders_and_credit_comes_before_a_share_is_used_up() -> None:
     outflow, inflow = Outflow[str](WINDOW), Inflow(WINDOW)
     outflow.senders = inflow.senders = 4
@@ -287,17 +276,6 @@ def test_who_waits_for_a_value_to_be_computed_lets_others_read(
     assert ways == [False]
 
 
-def test_room_is_given_back_as_values_are_taken(pair: tuple[TaskServer, TaskServer]) -> None:
-    worker, ps = pair
-    for number in range(40):
-        box = got(ps, STEP, f"edge {number}")
-        worker.channel.send(STEP, f"edge {number}", PS, [value(number)])
-        box.get(timeout=DEADLINE_S)
-        # Messages that the ps sent before its answer arrive before the answer.
-        reach_and_ask(worker)
-    assert kept(worker) == 0
-
-
 def reach_and_ask(worker: TaskServer) -> None:
     worker.peer(PS).call(CancelStep(worker.name, 1, "nothing"), timeout_s=DEADLINE_S)
 
@@ -316,13 +294,3 @@ def test_offers_of_a_cancelled_step_are_dropped(pair: tuple[TaskServer, TaskServ
         reach_and_ask(worker)
         assert ps.channel._inflow.offered == ps.channel._inflow.held == 0
     assert kept(worker) == 0
-
-
-def test_a_value_for_a_step_that_has_ended_is_declined(pair: tuple[TaskServer, TaskServer]) -> None:
-    worker, ps = pair
-    ps.runs.cancel(STEP, StepCancelled("given up"))
-    for number in range(10):
-        worker.channel.send(STEP, f"edge {number}", PS, [value(number)])
-    reach_and_ask(worker)
-    assert kept(worker) == 0
-    assert ps.channel._inflow.offered == 0

@@ -17,7 +17,7 @@ from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.lowering.programs import shared_exports
 from dflow.lowering.programs.program import LoweredProgram
 from dflow.testing import MemoryCluster, memory_cluster
-from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
+from dflow.tracing.errors import DeadlineExceeded, WireError
 
 DEADLINE_S = 60.0
 
@@ -129,16 +129,3 @@ def test_a_task_that_does_not_answer_is_named(memory: MemoryCluster, monkeypatch
         with pytest.raises(DeadlineExceeded, match=r"ps:0 did not register a plan within 0\.2 s; ps:0"):
             step(jnp.ones(3))
         released.set()
-
-
-def test_a_task_that_goes_meanwhile(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    def close(self: PlanRegistry, *_: Any) -> int:
-        memory.tasks["ps:0"].close()
-        memory.tasks["ps:1"].close()
-        return 0
-
-    monkeypatch.setattr(PlanRegistry, "wanted", close)
-    with closing(memory.worker(0)) as worker:
-        _, step = made(worker)
-        with pytest.raises(DflowError, match=r"/job:ps/task:[01] has ended"):
-            step(jnp.ones(3))

@@ -71,12 +71,6 @@ def test_equal_plans_share_a_handle_and_equal_programs_one_compilation(loaded: l
     assert len(registry) == 3
 
 
-def test_programs_are_told_apart_by_their_sizes(loaded: list[tuple[bytes, int]]) -> None:
-    registry = PlanRegistry(PS)
-    add(registry, CALL, Call(1, ("v",), (), (0,), (2,)), programs=(b"first", b"2nd"))
-    assert loaded == [(b"first", 1), (b"2nd", 1)]
-
-
 def test_a_program_that_travelled_runs_and_donates() -> None:
     registry = PlanRegistry(PS)
     handle = add(registry, CALL, programs=(export_program(add_in_place, (F32, F32)),))
@@ -230,12 +224,6 @@ def test_a_program_that_is_here_need_not_be_sent_again(loaded: list[tuple[bytes,
     assert registry.wanted(offer) == ()
     assert registry.add_encoded(offer, memoryview(b""), WORKER) == handle
     assert loaded == [(b"one", 1), (b"two", 1)]
-
-
-def test_a_program_of_another_donation_is_another(loaded: list[tuple[bytes, int]]) -> None:
-    registry = PlanRegistry(PS)
-    add(registry, Call(0, (), ("w",), (0,), (1, 2)), programs=(b"one",))
-    assert registry.wanted(named((b"one",), (0,))) == (0,)
 
 
 @pytest.mark.parametrize(

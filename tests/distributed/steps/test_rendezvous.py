@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflow.distributed.steps.rendezvous import WINDOW, EndWait, Rendezvous, RendezvousStatistics
 from dflow.lowering.queues.channel import StepId
-from dflow.tracing.errors import DeadlineExceeded, InternalError, StepCancelled, TaskLost
+from dflow.tracing.errors import InternalError, StepCancelled, TaskLost
 
 STEP = StepId("/job:worker/task:0", 7)
 GONE = TaskLost("the task has left")
@@ -22,46 +22,6 @@ def make() -> Rendezvous[str, str]:
 def outcome(commands: list[EndWait[str, str]]) -> object:
     (command,) = commands
     return command.outcome
-
-
-@pytest.mark.parametrize("first", ["put", "take"])
-def test_a_value_meets_its_waiter_in_either_order(first: str) -> None:
-    rendezvous = make()
-    if first == "put":
-        assert rendezvous.put(STEP, "e", "value") == []
-        assert rendezvous.take(STEP, "e", "ps", "waiter") == [EndWait("waiter", "value")]
-    else:
-        assert rendezvous.take(STEP, "e", "ps", "waiter") == []
-        assert rendezvous.put(STEP, "e", "value") == [EndWait("waiter", "value")]
-    assert rendezvous.statistics() == RendezvousStatistics(1, 0, 0, 1, 0, 0)
-
-
-def test_steps_and_edges_do_not_mix() -> None:
-    rendezvous = make()
-    rendezvous.put(STEP, "e", "value")
-    assert rendezvous.take(STEP, "f", "ps", "other edge") == []
-    assert rendezvous.take(StepId(STEP.origin, 8), "e", "ps", "other step") == []
-    assert rendezvous.take(StepId("/job:worker/task:1", 7), "e", "ps", "other origin") == []
-
-
-@pytest.mark.parametrize("taken", [False, True])
-def test_a_second_value_is_dropped(taken: bool) -> None:
-    rendezvous = make()
-    rendezvous.put(STEP, "e", "first")
-    if taken:
-        rendezvous.take(STEP, "e", "ps", "waiter")
-    assert rendezvous.put(STEP, "e", "second") == []
-    assert rendezvous.statistics().dropped == 1
-
-
-def test_of_turns_that_are_over_nothing_is_kept() -> None:
-    rendezvous = make()
-    for turn in range(3):
-        rendezvous.put(STEP, f"e@{turn}", turn)
-        assert rendezvous.take(STEP, f"e@{turn}", "ps", "waiter") == [EndWait("waiter", turn)]
-        assert rendezvous.take(STEP, f"e@{turn}.0", "ps", "inner") == []
-        assert rendezvous.put(STEP, f"e@{turn}.0", "value") == [EndWait("inner", "value")]
-    assert rendezvous._steps[STEP] == {}
 
 
 @pytest.mark.parametrize("delivered", [False, True])
@@ -87,79 +47,11 @@ def test_abort_ends_the_waits_of_the_step_and_drops_what_is_there_and_what_comes
     assert rendezvous.statistics() == RendezvousStatistics(0, 0, 0, 0, dropped=2, remembered=1)
 
 
-def test_a_step_that_was_aborted_before_it_was_heard_of_does_not_begin() -> None:
-    rendezvous = make()
-    assert rendezvous.abort(STEP, StepCancelled("why")) == []
-    with pytest.raises(StepCancelled, match="has ended here, or was cancelled"):
-        rendezvous.begin(STEP)
-
-
 def test_finish_ends_forgotten_waits_with_a_reason() -> None:
     rendezvous = make()
     rendezvous.begin(STEP)
     rendezvous.take(STEP, "e", "ps", "waiter")
     assert "step 7 of worker:0 has ended" in str(outcome(rendezvous.finish(STEP)))
-
-
-def test_an_expired_wait_ends_once() -> None:
-    rendezvous, late = make(), DeadlineExceeded("waited 1 s")
-    rendezvous.take(STEP, "e", "ps", "waiter")
-    assert rendezvous.expire(STEP, "e", late) == [EndWait("waiter", late)]
-    assert rendezvous.expire(STEP, "e", late) == []
-    assert rendezvous.put(STEP, "e", "value") == []
-    assert rendezvous.expire(StepId("x", 0), "e", late) == []
-
-
-def test_losing_a_task_ends_its_steps_and_the_waits_for_its_values() -> None:
-    rendezvous, mine = make(), StepId("/job:worker/task:1", 3)
-    rendezvous.take(STEP, "a", "ps", "of its step")
-    rendezvous.take(mine, "b", STEP.origin, "for its value")
-    rendezvous.take(mine, "c", "ps", "of no concern")
-    ended = rendezvous.lose(STEP.origin, GONE)
-    assert set(ended) == {EndWait("of its step", GONE), EndWait("for its value", GONE)}
-    assert rendezvous.put(STEP, "a", "late") == []
-    assert rendezvous.take(mine, "d", STEP.origin, "later") == [EndWait("later", GONE)]
-    assert rendezvous.take(STEP, "d", "ps", "later") == [EndWait("later", GONE)]
-    with pytest.raises(TaskLost, match="the task has left"):
-        rendezvous.begin(STEP)
-    assert rendezvous.put(mine, "c", "value") == [EndWait("of no concern", "value")]
-
-
-def test_a_value_that_came_before_its_sender_was_lost_is_delivered() -> None:
-    rendezvous = make()
-    rendezvous.put(STEP, "e", "value")
-    rendezvous.lose("ps", GONE)
-    assert rendezvous.take(STEP, "e", "ps", "waiter") == [EndWait("waiter", "value")]
-
-
-def test_a_task_that_comes_back_may_count_its_steps_anew() -> None:
-    rendezvous = make()
-    rendezvous.finish(STEP)
-    rendezvous.lose(STEP.origin, GONE)
-    rendezvous.welcome(STEP.origin)
-    rendezvous.begin(STEP)
-    assert rendezvous.open_steps(STEP.origin) == (STEP,)
-
-
-def test_what_ended_with_the_loss_of_a_task_stays_ended_when_it_comes_back() -> None:
-    rendezvous, cancelled = make(), StepId(STEP.origin, STEP.number + 1)
-    rendezvous.begin(STEP)
-    rendezvous.lose(STEP.origin, GONE)
-    rendezvous.abort(cancelled, GONE)
-    rendezvous.lose(STEP.origin, GONE)
-    rendezvous.welcome(STEP.origin)
-    for step in (STEP, cancelled):
-        assert rendezvous.put(step, "e", "late") == []
-        with pytest.raises(StepCancelled):
-            rendezvous.begin(step)
-    assert rendezvous.statistics().values == 0
-
-
-def test_a_lost_connection_ends_waits_but_not_steps() -> None:
-    rendezvous = make()
-    rendezvous.take(STEP, "e", "ps", "waiter")
-    assert rendezvous.stop_waiting_for("ps", GONE) == [EndWait("waiter", GONE)]
-    assert rendezvous.take(STEP, "f", "ps", "later") == []
 
 
 @given(st.permutations(range(40)), st.integers(1, 1000), st.integers(0, 10**12))

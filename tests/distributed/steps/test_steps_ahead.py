@@ -141,12 +141,6 @@ def test_each_step_has_its_index_from_the_start_or_from_its_release(prefetch: in
     assert [loop.calls[number].number for number in sorted(loop.calls)] == list(range(12))
 
 
-def test_calls_of_one_iteration_have_numbers() -> None:
-    loop = Loop()
-    loop.call(registered(), registered(), registered())
-    assert list(loop.calls.values()) == [StepOfRun("run", 0, call) for call in range(3)]
-
-
 def test_it_is_the_current_loop_only_within_an_iteration() -> None:
     loop = Loop()
     with loop.ahead.iteration(range(1)):
@@ -228,21 +222,6 @@ def test_a_change_of_state_cancels_and_is_waited_out() -> None:
     assert len(loop.starter.begun) == count
     loop.call(step)
     assert len(loop.starter.begun) == count + 1
-
-
-def test_a_step_begun_while_state_changes_is_cancelled() -> None:
-    loop, step = Loop(), registered()
-    loop.call(step)
-    start = loop.starter.start
-
-    def changes_meanwhile(*args: Any, **options: Any) -> StepParts:
-        parts = start(*args, **options)
-        loop.ahead.state_changed()
-        return parts
-
-    loop.starter.start = changes_meanwhile  # type: ignore[method-assign]
-    loop.call(step)
-    assert loop.starter.cancelled == [loop.starter.begun[-1][0]]
 
 
 def test_a_step_whose_release_is_interrupted_is_cancelled() -> None:

@@ -44,49 +44,6 @@ def test_who_has_given_a_gradient_waits_for_the_update_and_who_is_late_does_not(
     assert run.ready(6, C, 0) == [Announce(6, 1, 1)]
 
 
-def test_a_worker_that_died_is_waited_for_no_longer_than_those_that_live() -> None:
-    run = opened()
-    assert last(run.ready(1, A, -1), run.ready(2, B, -1), run.ready(3, A, 0), run.leave(C)) == []
-    assert run.ready(4, B, 0) == [SetEnough(2)]
-    assert run.updated() == [OpenRound(1), SetEnough(2), Announce(3, 1, 1), Announce(4, 1, 1)]
-
-
-def test_what_a_worker_gave_before_it_died_leaves_out_none_of_those_that_live() -> None:
-    run = opened()
-    # C sent its gradient and died before its report, so A's and B's are still waited for.
-    assert last(run.ready(1, A, -1), run.ready(2, B, -1), run.ready(3, C, -1), run.leave(C), run.ready(4, A, 0)) == []
-    assert run.enough == 3
-
-
-def test_a_death_that_is_told_again_in_a_later_round_counts_for_nothing() -> None:
-    run = opened()
-    assert last(run.leave(C), run.ready(1, A, 0), run.ready(2, B, 0)) == [SetEnough(2)]
-    assert last(run.updated(), run.leave(C)) == []
-    assert run.enough == 2
-
-
-def test_a_worker_that_died_after_it_gave_its_gradient_leaves_the_others_theirs() -> None:
-    run = opened()
-    assert last(run.ready(1, A, -1), run.ready(2, A, 0), run.leave(A)) == [Refuse(2, "a has left 'run'")]
-    assert run.enough == 3
-    assert run.updated() == [OpenRound(1), SetEnough(2)]
-
-
-@pytest.mark.parametrize("done", [0, None], ids=["left", "was lost"])
-def test_a_worker_that_comes_back_gives_no_second_gradient_for_a_round(done: int | None) -> None:
-    run = opened(wanted=2)
-    assert last(run.ready(1, A, -1), run.ready(2, A, 0)) == []
-    run.leave(A, done)
-    assert last(run.began(A), run.ready(3, A, -1)) == []
-    assert last(run.updated()) == [OpenRound(1), SetEnough(2), Announce(3, 1, 1)]
-
-
-def test_a_worker_without_data_counts_where_it_gave_and_not_afterwards() -> None:
-    run = opened()
-    assert last(run.ready(1, A, -1), run.leave(A, 0)) == []
-    assert run.updated() == [OpenRound(1), SetEnough(2)]
-
-
 def test_backup_workers_are_used_up_before_fewer_are_waited_for() -> None:
     run = opened(wanted=2)
     assert run.leave(A, -1) == []
@@ -100,19 +57,6 @@ def test_a_worker_that_comes_late_or_again_is_waited_for_from_then_on() -> None:
     assert run.ready(1, C, -1) == [Announce(1, 0, 0), SetEnough(3)]
     assert run.leave(A, -1) == [SetEnough(2)]
     assert run.ready(2, A, -1) == [Announce(2, 0, 0), SetEnough(3)]
-
-
-def test_who_left_before_the_run_was_opened_is_not_waited_for() -> None:
-    run = Rounds("run")
-    assert run.leave(B) == []
-    assert run.open(1, 3, (A, B, C)) == [OpenRound(0), SetEnough(2)]
-
-
-def test_after_the_last_round_all_are_told_at_once() -> None:
-    run = opened(rounds=1)
-    assert last(run.ready(1, A, -1), run.ready(2, A, 0), run.updated()) == [Announce(2, 1, 1)]
-    assert run.ready(3, B, -1) == [Announce(3, 1, 1)]
-    assert Rounds("none").open(0, 1, (A,)) == []
 
 
 def test_a_failed_update_is_told_once_to_each_and_the_round_is_done_again_when_the_run_is_opened_again() -> None:

@@ -101,21 +101,6 @@ class ByHand:
         self.host.ask(NextRound("run", worker, done, accumulator, 100.0), self)
 
 
-def test_who_left_before_the_run_was_opened_is_not_waited_for() -> None:
-    run = ByHand()
-    run.gone.add(B)
-    run.open(workers=[A])
-    assert run.enough == [1]
-
-
-def test_who_leaves_later_is_not_waited_for_any_more() -> None:
-    run = ByHand()
-    run.open()
-    run.ask(A, 0)
-    run.host.task_left(B)
-    assert run.enough == [2, 1]
-
-
 @pytest.mark.parametrize("error", [None, DflowError("no room")], ids=["ends", "fails"])
 def test_what_a_run_was_fed_is_let_go_of_at_its_end(error: BaseException | None) -> None:
     run = ByHand()
@@ -215,41 +200,6 @@ def test_a_leave_that_waits_is_answered_when_the_task_closes_and_not_again() -> 
     for _, _, on_reply in run.asked:
         on_reply(Ok())
     assert run.answers == [answer]
-
-
-def test_a_run_returns_to_an_earlier_round_and_is_opened_again() -> None:
-    run = ByHand()
-    run.open(rounds=3)
-    run.averages[0]((np.zeros(1, np.float32),))
-    [copy] = run.host.copy()
-    run.updates[0][1](None)
-    run.ask(A, 0)
-    run.ask(B, 0)
-    run.ask(A, 1)
-    answered = len(run.answers)
-    run.host.return_to([copy], 1)
-    [lost] = run.answers[answered:]
-    assert isinstance(lost, TaskLost)
-    assert str(lost) == "run 'run' has returned to its round 0"
-    assert run.forgotten
-    run.open(rounds=3)
-    run.ask(A, -1, "sums/1")
-    [opened] = run.answers[answered + 1 :]
-    assert isinstance(opened, RoundOpen)
-    assert opened.done == 0
-    assert opened.number > 1, "gradients for earlier openings are stale"
-    run.host.return_to([], 2)
-    assert [one.done for one in run.host.copy()] == [0]
-
-
-def test_a_new_process_begins_with_the_rounds_of_the_copy() -> None:
-    run = ByHand()
-    run.host.return_to([RunCopy("run", 3, 2, 2, 1)], 1)
-    run.open(rounds=3)
-    run.ask(A, -1, "sums/1")
-    [opened] = run.answers
-    assert isinstance(opened, RoundOpen)
-    assert opened.done == 1
 
 
 def test_an_opening_of_another_process_is_none_of_this_one() -> None:

@@ -97,17 +97,6 @@ def test_what_comes_before_the_news_is_bounded() -> None:
     ]
 
 
-def test_all_messages_of_a_member_are_held_until_the_roster_that_it_had() -> None:
-    gate, connection = MemberGate("/job:ps/task:0"), Connection()
-    show(gate, roster(0, 0))
-    gate.introduced(cast(Peer, connection), Introduce(0, roster=1))
-    for _ in range(2 * MOST_HELD):
-        connection.send(gate)
-    assert (connection.delivered, connection.refused) == ([], [])
-    show(gate, msgspec.structs.replace(roster(0, 0), version=1))
-    assert len(connection.delivered) == 2 * MOST_HELD
-
-
 def test_messages_of_a_connection_that_ends_before_the_news_are_dropped() -> None:
     gate, connection = MemberGate("/job:ps/task:0"), Connection()
     gate.introduced(cast(Peer, connection), Introduce(0))

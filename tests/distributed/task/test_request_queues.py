@@ -51,14 +51,6 @@ def test_a_task_has_a_limit_of_its_own(slow: Slow) -> None:
     slow.until_begun({*range(MOST_OF_A_TASK), 100, 101})
 
 
-def test_requests_that_wait_are_run_in_order(slow: Slow) -> None:
-    slow.ask(ONE, *range(100))
-    slow.until_begun({*range(MOST_OF_A_TASK)})
-    for number in range(MOST_OF_A_TASK, 20):
-        slow.may_end.release()
-        slow.until_begun({*range(number + 1)})
-
-
 def test_nothing_is_kept_of_a_task_without_requests(slow: Slow) -> None:
     slow.may_end.release(20)
     slow.ask(ONE, *range(20))

@@ -115,17 +115,6 @@ def register(peer: Peer, program: bytes) -> PendingReply[Any]:
     return peer.start(RegisterPlan(plan, (len(program),)), program)
 
 
-def test_compiling_delays_no_step_of_another_worker(compilations: Compilations, make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
-    create(cluster)
-    others = [cluster.reach_ps(name) for name in CLIENTS[2:6]]
-    asked = [register(peer, b"%d" % number) for peer in others for number in range(MANY // len(others))]
-    compilations.until_begun(2)
-    Steps(cluster, CLIENTS[1]).run_all()
-    compilations.may_end.release(MANY)
-    assert all(isinstance(each.wait(DEADLINE_S).message, Registered) for each in asked)
-
-
 def test_a_worker_that_registers_many_plans_keeps_no_other_from_registering_one(
     compilations: Compilations, make_cluster: MakeCluster
 ) -> None:

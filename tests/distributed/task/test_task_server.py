@@ -1,4 +1,4 @@
-"""A task's answers to its peers, over each transport."""
+"""A task's answers to its peers, in memory and over sockets."""
 
 from __future__ import annotations
 
@@ -51,14 +51,6 @@ from tests.distributed.task.served_tasks import (
 )
 from tests.distributed.transports import DEADLINE_S, Recorder, reach
 from tests.distributed.waiting import until
-
-
-def test_a_variable_is_created_read_and_written(cluster: Cluster) -> None:
-    create(cluster)
-    create(cluster, value=np.zeros(3, np.float32))
-    assert read(cluster) == [1, 1, 1]
-    assert cluster.ask(WriteVariable("w", "float32", (3,)), encode_array(2 * ONES)).message == Ok()
-    assert read(cluster) == [2, 2, 2]
 
 
 def test_the_first_to_create_wins_and_the_rest_find_it(cluster: Cluster) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,16 +14,10 @@ import pytest
 
 import dflow
 from dflow.distributed.asynchronous.async_ import Async
-from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.synchronous.sync import Sync
-from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery
 from dflow.tracing.errors import RemoteError, StrategyError, TaskLost, TransportClosed
-
-DEADLINE_S = 60.0
 
 
 class Scripted:
@@ -72,25 +64,6 @@ class Scripted:
         return Claimed(steps.start, len(steps))
 
 
-@dataclass
-class Worker:
-    """A worker that is nothing but a client of the coordinator."""
-
-    coordinator: CoordinatorClient
-    epoch = undone = 0
-
-    def __post_init__(self) -> None:
-        self.task = self.identity = self.coordinator.task
-
-    def await_recovery(self) -> None:
-        """Ask the coordinator."""
-        self.coordinator.ask(AwaitRecovery(self.task))
-
-    def shared_steps(self, run: str, prefetch: int, *bound: Any, **options: Any) -> Any:
-        """Refuse nothing, and begin no step ahead."""
-        return nullcontext(lambda steps, batches: nullcontext())
-
-
 class Lost(Scripted):
     """A coordinator that is lost after the first claim."""
 
@@ -116,20 +89,6 @@ def test_it_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> No
 def test_a_function_of_batches_is_given_the_numbers_of_the_claimed_steps() -> None:
     source = Scripted(range(4, 6), range(9, 10))
     assert list(Async(source).run(lambda batch: batch, lambda step: 10 * step, steps=20)) == [40, 50, 90]
-
-
-def test_a_failed_step_is_announced_before_it_ends_for_those_who_pause_the_steps() -> None:
-    source = Scripted(range(4, 8))
-    numbers = iter(range(4))
-
-    def step(batch: int) -> None:
-        if next(numbers) == 2:
-            raise ValueError("bad batch")
-
-    with pytest.raises(ValueError, match="bad batch"):
-        list(Async(source).run(step, range(9), steps=9, name="run"))
-    failed = StepsDone("run", source.task, 4, 2, has_failed=True)
-    assert source.notices == ["ended", "ended", failed, "ended"]
 
 
 def test_no_batch_is_taken_that_no_step_uses() -> None:
@@ -175,14 +134,6 @@ def test_batches_that_end_early_end_the_run_here(count: int, monkeypatch: pytest
     assert len(list(Async(dflow.connect()).run(lambda batch: batch, range(count), steps=1000))) == count
 
 
-def test_leaving_the_loop_gives_back_what_was_not_done() -> None:
-    source = Scripted(range(4))
-    for number in Async(source).run(lambda batch: batch, itertools.count(), steps=1000):
-        if number == 1:
-            break
-    assert told(source) == [(2, False)]
-
-
 def test_leaving_the_loop_when_the_coordinator_is_lost_is_quiet() -> None:
     run = Async(Lost(range(4))).run(lambda batch: batch, itertools.count(), steps=1000)
     assert isinstance(run, Iterator)
@@ -196,31 +147,6 @@ def test_an_error_of_the_step_ends_the_run_with_it() -> None:
 
     with pytest.raises(ZeroDivisionError, match="in the user's step"):
         list(Async(dflow.connect()).run(fail, [0], steps=1))
-
-
-def test_the_other_workers_do_what_one_leaves_undone() -> None:
-    network = MemoryNetwork()
-    coordinator = Coordinator(network, "", {"worker": 3}, tick_s=None)
-    clients = []
-    for index in range(3):
-        task = f"/job:worker/task:{index}"
-        clients.append(CoordinatorClient(network, coordinator.address, name=task))
-        clients[index].join(task, f"nowhere:{index}")
-
-    def work(index: int) -> int:
-        batches = itertools.repeat(0) if index == 0 else range(index)
-        return sum(1 for _ in Async(Worker(clients[index])).run(lambda _: None, batches, steps=100, name="run"))
-
-    with ThreadPoolExecutor(3) as pool:
-        done = [future.result(DEADLINE_S) for future in [pool.submit(work, index) for index in range(3)]]
-    assert sum(done) == coordinator.status().steps_done == 100
-    assert done[1] <= 1
-    assert done[2] <= 2
-    assert clients[0].ask(ClaimSteps("other run", clients[0].task, 100)).steps
-    assert clients[1].ask(ClaimSteps("other run", clients[1].task, 100, more=False)).steps == range(0)
-    for client in clients:
-        client.leave()
-    coordinator.close()
 
 
 def test_two_runs_of_one_program_have_names_of_their_own() -> None:

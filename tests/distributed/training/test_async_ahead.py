@@ -186,22 +186,6 @@ def test_an_element_of_a_queue_is_taken_when_the_step_is_called(worker: Cluster,
     assert (float(queue.dequeue()), float(total.read())) == (8.0, 8.0)
 
 
-def test_a_task_that_gets_values_of_another_task_alone_is_released(worker: Cluster, begun: list[bool]) -> None:
-    (a, b), _ = counters(worker)
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        before = a.read()
-        a.assign_add(x + 0 * before)
-        b.assign(a.read())
-        return before
-
-    found = [float(value) for value in Async(worker).run(step, itertools.repeat(1.0), steps=20)]
-    assert found == [float(number) for number in range(20)]
-    assert any(begun)
-    assert (float(a.read()), float(b.read())) == (20.0, 20.0)
-
-
 def test_a_write_before_an_enqueue_is_seen_after_the_dequeue(memory: MemoryCluster, worker: Cluster) -> None:
     with worker.parameter_servers():
         rate = dflow.Variable(lambda: jnp.float32(0), name="rate")

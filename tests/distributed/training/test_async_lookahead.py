@@ -196,23 +196,6 @@ def test_each_lookup_sees_its_workers_updates_except_the_newest_one(worker: Clus
     assert any(fed)
 
 
-def test_an_iterator_may_use_its_memory_again(worker: Cluster, fed: list[bool]) -> None:
-    table, step = model(worker)
-    ids, targets = np.zeros(IDS, np.int32), np.zeros((IDS, 2), np.float32)
-    batches = drawn(10)
-
-    def in_one_place() -> Iterator[Batch]:
-        for batch in batches:
-            ids[:], targets[:] = batch
-            yield ids, targets
-
-    found = [np.asarray(rows) for rows in Async(worker, lookahead=True).run(step, in_one_place(), steps=MANY)]
-    rows, after = expected(batches, [0] * 10)
-    np.testing.assert_array_equal(found, rows)
-    np.testing.assert_array_equal(table.read(), after)
-    assert sum(fed) == 8
-
-
 def test_a_wrong_id_is_an_error_of_its_own_step_and_changes_nothing(memory: MemoryCluster, worker: Cluster) -> None:
     with worker.parameter_servers():
         count = dflow.Variable(0, name="count")
@@ -269,17 +252,6 @@ def test_a_step_that_is_never_called_leaves_no_trace(memory: MemoryCluster, work
     until(lambda: nothing_is_left(memory, worker))
 
 
-def test_a_write_between_two_steps_is_seen_by_the_next(worker: Cluster, fed: list[bool]) -> None:
-    table, step = model(worker)
-    batches = drawn(12)
-    run = Async(worker, prefetch=1, lookahead=True).run(step, iter(batches), steps=MANY)
-    for number, _ in enumerate(run):
-        if number == 5:
-            table.assign(jnp.full(table.shape, 7.0))
-            assert (np.asarray(next(run)) == 7).all()
-    assert fed == [False, False, *[True] * 4, False, False, *[True] * 4]
-
-
 def test_variables_of_the_worker_are_those_of_the_call(worker: Cluster, fed: list[bool]) -> None:
     table, _ = model(worker)
     mine = dflow.Variable(0.0, name="mine")
@@ -294,31 +266,6 @@ def test_variables_of_the_worker_are_those_of_the_call(worker: Cluster, fed: lis
     run = Async(worker, prefetch=1, lookahead=True).run(step, (ids for ids, _ in drawn(8)), steps=MANY)
     assert list(map(float, run)) == list(range(8))
     assert sum(fed) == 6
-
-
-def test_each_batch_is_used_once_by_workers_that_look_ahead(workers: list[Cluster], fed: list[bool]) -> None:
-    def train(worker: Cluster) -> tuple[Any, Any]:
-        with worker.parameter_servers():
-            times = dflow.ShardedVariable(lambda: jnp.zeros((60, 1)), name="times")
-
-        @dflow.jit
-        def count(number: Any) -> Any:
-            times.scatter_add(number, jnp.ones((1, 1)))
-
-        strategy = Async(worker, prefetch=1, lookahead=True)
-        for _ in strategy.run(count, lambda number: np.array([number]), steps=60, name="by number"):
-            pass
-        # No batch of an iterator is taken for a step that is not done.
-        rest = iter([np.array([number]) for number in range(20)])
-        done = sum(1 for _ in strategy.run(count, rest, steps=20, name="by worker"))
-        return times, done + len(list(rest))
-
-    with ThreadPoolExecutor(3) as pool:
-        (times, *_), counts = zip(*pool.map(train, workers), strict=True)
-    assert counts == (20,) * 3
-    assert float(times.sum()) == 80
-    assert (np.asarray(times.read())[20:] == 1).all()
-    assert any(fed)
 
 
 @pytest.mark.parametrize(("limit", "prefetch"), [(6, 0), (12, 1)])

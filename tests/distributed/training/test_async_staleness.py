@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import dflow
@@ -108,48 +105,6 @@ def test_while_a_step_runs_the_others_apply_as_many_updates_as_the_bound(
     until(lambda: bounded(memory, "run") is None)  # the last word of a worker may still be on its way
 
 
-@pytest.mark.parametrize(("limit", "prefetch"), [(0, 0), (2, 0), (5, 1), (12, 2), (None, 1)])
-def test_the_bound_holds_while_workers_join_leave_and_end_in_a_step(
-    memory: MemoryCluster, workers: list[Cluster], limit: int | None, prefetch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps_ahead, "SHORT_S", 60.0)
-    ended, found = threading.Event(), list[int]()
-
-    def work(index: int, cluster: Cluster) -> None:
-        counted = Counted(cluster)
-        calls = itertools.count()
-
-        def step(x: Any) -> Any:
-            if index == 2 and next(calls) == 9:
-                cluster.close()  # other workers do this step
-            return counted.step(x)
-
-        if index == 1:
-            assert ended.wait(DEADLINE_S)
-        strategy = Async(cluster, max_staleness=limit, prefetch=prefetch)
-        ones = itertools.repeat(jnp.int32(1), 11) if index == 1 else ones_until(ended)
-        try:
-            for outcome in strategy.run(step, ones, steps=61, name="run"):
-                found.append(counted.staleness(outcome))
-        except DflowError:
-            assert index == 2
-            ended.set()
-        if index == 0:
-            assert counted.counts == [61, 61]
-
-    def ones_until(event: threading.Event) -> Iterator[Any]:
-        """Yield 1 without end, and the 30th one only after the event."""
-        for number in itertools.count():
-            assert number < 30 or event.wait(DEADLINE_S)
-            yield jnp.int32(1)
-
-    together(workers, work)
-    # Steps that the second had not reported yet are done again, and change nothing.
-    assert len(found) >= 61
-    assert limit is None or max(found) <= limit
-    until(lambda: bounded(memory, "run") is None)  # the last word of a worker may still be on its way
-
-
 def test_values_are_fetched_ahead_where_the_bound_allows_it(
     workers: list[Cluster], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,42 +132,6 @@ def small(cluster: Cluster, both: threading.Barrier) -> None:
     for number, _ in enumerate(strategy.run(Counted(cluster).step, itertools.repeat(jnp.int32(1)), steps=40, name="2")):
         if number == 0:
             both.wait(DEADLINE_S)
-
-
-def trained(cluster: Any, prefix: str, train: Callable[[Any, list[Any]], object]) -> list[np.ndarray]:
-    """Return two layers after `train(step, batches)`; all factors of updates are powers of 2, which round nothing."""
-    with cluster.parameter_servers():
-        layers = [
-            dflow.Variable(lambda shape=shape: jnp.full(shape, 0.125), name=f"{prefix}/{shape[1]}")
-            for shape in ((8, 16), (16, 4))
-        ]
-        optimizer = dflow.Optimizer(optax.sgd(0.125, momentum=0.5), layers, name=f"{prefix}/sgd")
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        def loss() -> Any:
-            return jnp.mean((jnp.tanh(x @ layers[0]) @ layers[1] - jnp.sin(3 * x[:, :4])) ** 2)
-
-        value, gradients = dflow.value_and_grad(loss, layers)()
-        optimizer.apply(gradients)
-        return value
-
-    drawn = np.random.default_rng(0)
-    train(step, [drawn.normal(size=(32, 8)).astype(np.float32) for _ in range(20)])
-    return [np.asarray(layer.read()) for layer in layers]
-
-
-def test_one_worker_has_the_weights_of_one_process_bit_for_bit(worker: Cluster) -> None:
-    expected = trained(dflow.connect(), "alone", lambda step, batches: [step(batch) for batch in batches])
-    for max_staleness in (None, 0, 3):
-
-        def train(step: Any, batches: list[Any], max_staleness: int | None = max_staleness) -> None:
-            strategy = Async(worker, max_staleness=max_staleness)
-            assert len(list(strategy.run(step, batches, steps=20, name=f"run {max_staleness}"))) == 20
-
-        found = trained(worker, f"async {max_staleness}", train)
-        for got, right in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(got, right)
 
 
 def test_workers_with_other_bounds_are_refused(workers: list[Cluster]) -> None:

@@ -24,15 +24,6 @@ def compared(steps: StepComparisons, task: str, *items: str, run: str = "run", k
     return answer.message
 
 
-def test_equal_steps_are_taken_and_sent_once() -> None:
-    steps = StepComparisons()
-    assert steps.compare(1, CompareStep("run", A, "", "x"), LIVE) == [SendReply(1, StepCompared(False))]
-    assert compared(steps, A, "w") == StepCompared(True)
-    assert steps.compare(3, CompareStep("run", B, "", "w"), LIVE) == [SendReply(3, StepCompared(True))]
-    assert compared(steps, A, "other", key="of another function") == StepCompared(True)
-    assert compared(steps, B, "other", run="another run") == StepCompared(True)
-
-
 def test_another_step_is_refused_to_all_with_the_first_difference() -> None:
     steps = StepComparisons()
     compared(steps, B, "same", "w2")

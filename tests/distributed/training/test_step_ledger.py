@@ -2,7 +2,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -72,18 +72,6 @@ def test_claims_are_smaller_with_more_workers() -> None:
     assert ledger.claim(*asked(3, C)) == [SendReply(3, Claimed(26, 74 // 12))]
 
 
-def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A))
-    ledger.claim(*asked(2, B))
-    ledger.leave({A: "killed"})
-    # Each alone, since it may be applied in part; then the ones after them.
-    assert ledger.claim(*asked(3, B, done=10)) == [SendReply(3, Claimed(0, 1))]
-    for first in range(1, 16):
-        assert ledger.claim(*asked(3, B, done=1)) == [SendReply(3, Claimed(first, 1))]
-    assert ledger.claim(*asked(3, B, done=1)) == [SendReply(3, Claimed(26, 16))]
-
-
 def test_a_claim_ends_before_a_step_that_was_left_over() -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A))
@@ -92,48 +80,6 @@ def test_a_claim_ends_before_a_step_that_was_left_over() -> None:
     assert ledger.claim(*asked(3, A, done=4)) == [SendReply(3, Claimed(4, 1))]
     assert ledger.claim(*asked(4, A, done=1)) == [SendReply(4, Claimed(5, 11))]
     assert ledger.claim(*asked(5, A, done=11)) == [SendReply(5, Claimed(16, 1))]
-
-
-def test_steps_not_done_by_a_live_worker_go_back_too() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A))
-    assert ledger.claim(*asked(2, A, done=5)) == [SendReply(2, Claimed(5, 1))]
-    assert ledger.claim(*asked(3, A, done=1)) == [SendReply(3, Claimed(6, 16))]
-
-
-def test_an_asker_waits_while_others_may_give_steps_back_and_gets_them() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A, total=1))
-    assert ledger.claim(*asked(2, B, total=1)) == []
-    assert ledger.leave({A: "killed"}) == [SendReply(2, Claimed(0, 1))]
-
-
-def test_all_who_wait_are_told_when_the_run_is_complete() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A, total=1))
-    ledger.claim(*asked(2, B, total=1))
-    ledger.claim(*asked(3, C, total=1))
-    replies = ledger.claim(*asked(4, A, done=1, total=1))
-    assert replies == [SendReply(ask, Claimed(1, 0)) for ask in (2, 3, 4)]
-
-
-def test_a_worker_that_leaves_while_it_waits_is_answered() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A, total=1))
-    ledger.claim(*asked(2, B, total=1))
-    assert ledger.leave({B: "reset"}) == [SendReply(2, Failure("TaskLost", "worker:1 has left: reset"))]
-
-
-def test_of_those_that_leave_together_none_is_given_what_another_gives_back() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A, total=1))
-    ledger.claim(*asked(2, B, total=1))
-    ledger.claim(*asked(3, C, total=1))
-    replies = ledger.ledger.leave({A: "killed", B: "killed"})
-    assert replies == [
-        SendReply(2, Failure("TaskLost", "worker:1 has left: killed")),
-        SendReply(3, Claimed(0, 1)),
-    ]
 
 
 def numbered(
@@ -152,24 +98,6 @@ def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_ba
     assert ledger.claim(*numbered(4, B, 2, 1, 10)) == [SendReply(4, Claimed(0, 1))]
     assert ledger.claim(*numbered(5, B, 2, 1, 10)) == [SendReply(5, Claimed(0, 1))]
     assert ledger.steps_done == ledger.workers()[1].steps == 10
-
-
-def test_a_claim_that_waits_and_is_asked_again_waits_on_in_the_place_of_the_first() -> None:
-    ledger = StepLedger(DurableRecords())
-    ledger.claim(*numbered(1, A, 1, total=1))
-    ledger.claim(*numbered(2, B, 1, total=1))
-    [first] = ledger.claim(*numbered(3, B, 1, total=1))
-    assert isinstance(first.message, Failure)
-    assert (first.ask, first.message.text) == (2, "worker:1 has sent this claim again")
-    assert ledger.leave({A: "killed"}) == [SendReply(3, Claimed(0, 1))]
-
-
-def test_steps_given_to_a_claim_whose_answer_was_never_seen_go_back_and_none_counts_as_done() -> None:
-    ledger = StepLedger(DurableRecords())
-    ledger.claim(*numbered(1, A, 1))
-    ledger.claim(*numbered(2, A, 2, 1, 16))
-    assert ledger.claim(*numbered(3, A, 3, 1, 16)) == [SendReply(3, Claimed(16, 16))]
-    assert ledger.steps_done == 16
 
 
 def test_a_claim_that_comes_after_a_later_one_or_reports_one_that_is_not_known_is_refused() -> None:
@@ -213,40 +141,6 @@ def test_more_done_than_claimed_is_refused() -> None:
     assert "worker:0 reports 17 steps done of a claim of 16" in reply.message.text
 
 
-def test_a_worker_that_wants_no_more_is_answered_at_once_and_the_others_get_its_rest() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A, total=3))
-    ledger.claim(*asked(2, B, total=3))
-    assert ledger.claim(*asked(3, C, total=3)) == [SendReply(3, Claimed(2, 1))]
-    assert ledger.claim(*asked(4, C, total=3, done=1)) == []
-    replies = ledger.claim(*asked(5, A, total=3, more=False))
-    assert replies == [SendReply(5, Claimed(0, 0)), SendReply(4, Claimed(0, 1))]
-    assert ledger.ledger.steps_done == 1
-
-
-def test_a_worker_that_wants_no_more_reports_what_it_did_and_no_longer_has_a_share() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A))
-    ledger.claim(*asked(2, B))
-    assert ledger.claim(*asked(3, A, done=5, more=False)) == [SendReply(3, Claimed(0, 0))]
-    assert ledger.ledger.steps_done == ledger.ledger.workers()[0].steps == 5
-    assert ledger.claim(*asked(4, B, done=10)) == [SendReply(4, Claimed(5, 1))]
-    assert ledger.claim(*asked(5, B, done=1)) == [SendReply(5, Claimed(6, 10))]
-    assert ledger.claim(*asked(6, B, done=10)) == [SendReply(6, Claimed(26, 16))]
-
-
-def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A, total=1))
-    assert ledger.claim(*asked(2, B, total=1)) == []
-    [refused, stopped] = ledger.claim(*asked(3, B, total=1, more=False))
-    assert refused.ask == 2
-    assert isinstance(refused.message, Failure)
-    assert stopped == SendReply(3, Claimed(0, 0))
-    assert ledger.claim(*asked(4, A, total=1, more=False)) == [SendReply(4, Claimed(0, 0))]
-    assert ledger.claim(*asked(5, B, total=1)) == [SendReply(5, Claimed(0, 1))]
-
-
 def test_progress_keeps_the_newest_of_each_worker() -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A))
@@ -275,27 +169,6 @@ def test_a_claim_is_about_a_second_of_work(step_s: float, least: int, count: int
     ledger.claim(*asked(1, A, total=100_000))
     [reply] = ledger.claim(*asked(2, A, done=16, total=100_000, step_s=step_s, least=least))
     assert reply.message == Claimed(16, count)
-
-
-def test_reported_steps_of_a_lost_worker_are_not_handed_out_again() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A, total=20))
-    ledger.claim(*asked(2, B, total=20))
-    assert ledger.claim(*asked(3, B, done=1, total=20)) == [SendReply(3, Claimed(6, 1))]
-    assert ledger.ledger.note_done(StepsDone("run", A, 0, 4)) == []
-    assert ledger.ledger.steps_done == 5
-    assert ledger.leave({A: "killed"}) == []
-    assert ledger.claim(*asked(4, B, done=1, total=20)) == [SendReply(4, Claimed(4, 1))]
-    assert ledger.ledger.steps_done == 6
-
-
-def test_a_report_may_complete_the_run_for_those_that_wait() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A, total=1))
-    ledger.claim(*asked(2, B, total=1))
-    assert ledger.ledger.note_done(StepsDone("run", A, 0, 1)) == [SendReply(2, Claimed(1, 0))]
-    assert ledger.claim(*asked(3, A, done=1, total=1)) == [SendReply(3, Claimed(1, 0))]
-    assert ledger.ledger.steps_done == 1
 
 
 @pytest.mark.parametrize("report", [("run", B, 0, 1), ("other", A, 0, 1), ("run", A, 1, 1), ("run", A, 0, 17)])
@@ -399,22 +272,6 @@ class RandomRun(RuleBasedStateMachine):
 
 TestRandomRun = RandomRun.TestCase
 TestRandomRun.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
-
-
-@given(st.integers(0, 300), st.integers(1, 5))
-def test_workers_in_turn_do_every_step_once(total: int, workers: int) -> None:
-    ledger, done, claims = Numbered(), [], {}
-    tasks = [f"/job:worker/task:{index}" for index in range(workers)]
-    active = set(range(workers))
-    while active:
-        for index in sorted(active):
-            held = claims.pop(index, range(0))
-            done += held
-            for reply in ledger.claim(*asked(index, tasks[index], len(held), total)):
-                assert isinstance(reply.message, Claimed)
-                claims[reply.ask] = range(reply.message.first, reply.message.first + reply.message.count)
-        active = {index for index in active if claims.get(index)}
-    assert sorted(done) == list(range(total))
 
 
 def sums_of(replies: list[SendReply]) -> dict[str, float]:

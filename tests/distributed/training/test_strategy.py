@@ -83,14 +83,6 @@ def test_a_worker_that_joins_again_goes_on_with_its_numbers(memory: MemoryCluste
             assert [run_name(cluster, "run"), run_name(cluster, "run")] == [f"run_{first}", f"run_{first + 1}"]
 
 
-def test_a_function_gives_the_batch_of_each_number() -> None:
-    assert list(Counting().run(lambda a, b: a + b, lambda number: (number, 10), steps=3)) == [(10, 0), (11, 1), (12, 2)]
-
-
-def test_the_batches_may_end_before_the_steps() -> None:
-    assert list(Counting().run(lambda a: a, [5, 6], steps=9)) == [(5, 0), (6, 1)]
-
-
 def test_a_strategy_without_results_is_refused() -> None:
     with pytest.raises(StrategyError, match="Strategy: expected a method results, got none"):
         list(Strategy(dflow.connect()).run(lambda a: a, [1], steps=1))

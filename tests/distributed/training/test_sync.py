@@ -164,22 +164,6 @@ def test_a_step_that_ran_by_itself_is_traced_anew_and_goes_back(workers: list[Cl
     assert float(model["first"].read()[0]) == 8.0
 
 
-def test_alone_every_step_is_a_round() -> None:
-    weight = dflow.Variable(0.0, name="weight")
-    optimizer = dflow.Optimizer(optax.sgd(1.0), [weight])
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        optimizer.apply([-x])
-        return weight.read()
-
-    strategy = Sync(dflow.connect())
-    assert [float(value) for value in strategy.run(step, [1.0, 2.0, 3.0], steps=2)] == [1.0, 3.0]
-    assert (strategy.accepted, strategy.dropped) == (2, 0)
-    with pytest.raises(StrategyError, match="backup_workers=1 of 1 worker leaves none"):
-        Sync(dflow.connect(), backup_workers=1)
-
-
 def test_what_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:
     cluster = workers[0]
     with cluster.parameter_servers():
@@ -238,18 +222,6 @@ def test_gradients_that_travel_smaller_are_rounded_once_on_their_way_into_the_va
     for a, b in together(workers, work):
         np.testing.assert_allclose(a, expected, rtol=1e-6, atol=1e-7)
         np.testing.assert_allclose(b, expected, rtol=1e-6, atol=1e-7)
-
-
-def test_a_run_within_a_container(workers: list[Cluster]) -> None:
-    def work(index: int, cluster: Cluster) -> Any:
-        with dflow.container("mine"):
-            model, step = pair(cluster, "contained")
-            for _ in Sync(cluster).run(step, [1.0] * 3, steps=3, name="contained"):
-                pass
-        return model["first"].read()
-
-    for value in together(workers, work):
-        np.testing.assert_array_equal(value, 3.0 * np.ones(4))
 
 
 def test_a_run_of_no_rounds_looks_at_no_batch(workers: list[Cluster]) -> None:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dflow.distributed.cluster.cluster import Cluster
@@ -18,67 +17,6 @@ from tests.distributed.training.sync_programs import Sync, Turns, pair, together
 
 #: All tests make their steps by one function.
 pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")]
-
-
-def slow_third(workers: list[Cluster], *, requeue: bool) -> tuple[list[Any], Any]:
-    """Two workers do rounds 0 to 2 while the third cannot end its step of round 0; then all do three more rounds."""
-    turns = Turns()
-    found: dict[str, Any] = {}
-
-    def batches(index: int) -> Iterator[float]:
-        for number in range(6):
-            if index < 2 and number == 3:
-                turns.wait("the third is done with a stale step")
-            yield 10.0**index
-
-    def work(index: int, cluster: Cluster) -> Any:
-        model, step = pair(cluster)
-        found["model"] = model
-        strategy = Sync(cluster, backup_workers=1, requeue=requeue)
-        inner = step
-        if index == 2:
-
-            class Late:
-                """A step whose first call ends after the other workers have done three rounds."""
-
-                calls = 0
-                __name__ = "late"
-                trace = staticmethod(inner.trace)
-
-                def __call__(self, x: Any) -> Any:
-                    self.calls += 1
-                    if self.calls == 1:
-                        turns.wait("0 is through", "1 is through")
-                    return inner(x)
-
-            step = Late()
-        kept = []
-        for number, seen in enumerate(strategy.run(step, batches(index), steps=6, name="run")):
-            kept.append(seen)
-            assert strategy.accepted + strategy.dropped == number + 1, "each step is counted before it is yielded"
-            if index < 2 and number == 2:
-                turns.done(f"{index} is through")
-            if index == 2 and number == 0:
-                turns.done("the third is done with a stale step")
-                break
-        return strategy.accepted, strategy.dropped
-
-    return together(workers, work), found["model"]
-
-
-def test_the_first_of_a_round_are_averaged_and_a_slow_worker_is_dropped_and_counted(
-    memory: MemoryCluster, workers: list[Cluster]
-) -> None:
-    counts, model = slow_third(workers, requeue=False)
-    assert counts == [(6, 0), (6, 0), (0, 1)]
-    # The average of 1 and 10 in each of six rounds: the third worker's 100 is in none.
-    for variable in model.values():
-        np.testing.assert_allclose(variable.read(), 6 * 5.5)
-    for worker in workers:
-        worker.report("ended", 1.0)  # after its last report of its rounds
-    status = memory.coordinator.status()
-    assert [(worker.steps, worker.dropped) for worker in status.workers] == [(6, 0), (6, 0), (1, 1)]
-    assert (status.steps_done, status.steps_total) == (6, 6)
 
 
 class Diverging:

@@ -4,44 +4,21 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.training import long_wait
-from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.executable import Executable
 from dflow.testing import MemoryCluster
-from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, TaskLost
-from tests.distributed.training.sync_programs import SOON, Sync, Turns, pair, together
+from dflow.tracing.errors import DeadlineExceeded, RemoteError, TaskLost
+from tests.distributed.training.sync_programs import Sync, pair, together
 
 #: All tests make their steps by one function.
 pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")]
-
-
-def test_a_worker_that_dies_within_a_round_is_not_waited_for(workers: list[Cluster]) -> None:
-    def work(index: int, cluster: Cluster) -> Any:
-        model, step = pair(cluster)
-        done = 0
-        run = Sync(cluster).run(step, itertools.repeat(1.0), steps=6, name="run")
-        for _ in run:
-            done += 1
-            if index == 2 and done == 2:
-                cluster._leave()  # as `close`, which would end the run in order first
-                with pytest.raises(DflowError):
-                    next(run)
-                return None
-        return done, np.asarray(model["first"].read())[0]
-
-    found = together(workers, work)
-    # The dead worker's last gradient may have counted instead of a living worker's, which is then late for that round.
-    assert all(done in (5, 6) for done, _ in found[:2])
-    assert all(value == pytest.approx(6.0) for _, value in found[:2])
 
 
 def test_a_worker_that_runs_out_of_data_leaves_the_others_their_rounds(workers: list[Cluster]) -> None:
@@ -50,15 +27,6 @@ def test_a_worker_that_runs_out_of_data_leaves_the_others_their_rounds(workers: 
         return len(list(Sync(cluster).run(step, [1.0] * [7, 0, 2][index], steps=7, name="run")))
 
     assert together(workers, work) == [7, 0, 2]
-
-
-def test_when_all_run_out_of_data_all_end(workers: list[Cluster]) -> None:
-    def work(index: int, cluster: Cluster) -> Any:
-        model, step = pair(cluster)
-        count = len(list(Sync(cluster).run(step, [1.0] * 3, steps=100, name="run")))
-        return count, float(model["first"].read()[0])
-
-    assert together(workers, work) == [(3, 3.0)] * 3
 
 
 def test_leaving_the_loop_and_an_error_of_the_step_free_the_others(workers: list[Cluster]) -> None:
@@ -82,40 +50,6 @@ def test_leaving_the_loop_and_an_error_of_the_step_free_the_others(workers: list
         return done
 
     assert together(workers, work) == [8, -2, 4]
-
-
-def test_a_worker_that_joins_late_takes_part_from_then_on(memory: MemoryCluster, workers: list[Cluster]) -> None:
-    turns = Turns()
-    late: list[Cluster] = []
-    workers[2].close()
-
-    def supply(index: int) -> Iterable[float]:
-        for number in range(8):
-            if index == 0 and number == 3:
-                turns.wait("joined")
-            yield 1.0
-
-    def work(index: int, cluster: Cluster | None) -> Any:
-        if cluster is None:
-            turns.wait("third round")
-            cluster = memory.worker(2, SOON)
-            late.append(cluster)
-        _, step = pair(cluster)
-        strategy = Sync(cluster)
-        rounds = []
-        for number, seen in enumerate(strategy.run(step, supply(index), steps=8, name="run")):
-            rounds.append(round(float(seen["first"])))
-            if index == 1 and number == 1:
-                turns.done("third round")
-            if index == 2:
-                turns.done("joined")
-        assert strategy.dropped == 0
-        return rounds
-
-    found = together([*workers[:2], None], work)
-    late[0].close()
-    assert found[:2] == [list(range(8))] * 2
-    assert found[2] in (list(range(2, 8)), list(range(3, 8)))
 
 
 def test_a_run_that_is_named_again_is_over(workers: list[Cluster]) -> None:
@@ -168,44 +102,6 @@ def test_a_lost_parameter_task_ends_the_run_of_every_worker(memory: MemoryCluste
             list(run)
 
     together(workers, work)
-
-
-def test_a_run_goes_on_after_a_failed_update_when_every_process_is_back(
-    memory: MemoryCluster, workers: list[Cluster]
-) -> None:
-    host, other = memory.tasks["ps:0"].server, memory.tasks["ps:1"].server
-    run_part, failed = other.runs.run, itertools.count()
-
-    def run(executable: Executable, step: StepId, *args: Any, **options: Any) -> None:
-        if step.origin == host.name and next(failed) in (1, 3):
-            raise TaskLost("the connection broke")
-        run_part(executable, step, *args, **options)
-
-    other.runs.run = run  # type: ignore[method-assign]
-
-    def work(index: int, cluster: Cluster) -> Any:
-        model, step = pair(cluster)
-        # It leaves regularly, so no other worker waits for it at the end.
-        supply, seen, errors = itertools.repeat(1.0, 1000), [], []
-        while True:
-            try:
-                for each in Sync(cluster).run(step, supply, steps=6, name="run"):
-                    seen.append(float(each["second"]))
-            except TaskLost as error:
-                errors.append(str(error))
-            else:
-                return seen, errors, [float(variable.read()[0]) for variable in model.values()]
-
-    done = together(workers, work)
-    # The others may do a round without a worker that has not come back yet.
-    assert set().union(*(seen for seen, _, _ in done)) == {*range(6)}
-    for seen, errors, (first, second) in done:
-        assert len(seen) <= 8
-        assert seen == sorted(seen)
-        assert 1 <= len(errors) <= 2
-        assert all("failed: TaskLost: " in error and "the connection broke" in error for error in errors)
-        # A task that had applied the average of a failed update has not applied it again.
-        assert (second, first) == (6.0, 6.0)
 
 
 def test_finished_runs_leave_nothing_but_their_numbers_on_any_task(

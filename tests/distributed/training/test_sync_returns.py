@@ -120,18 +120,3 @@ def test_a_worker_that_comes_back_to_an_open_round_takes_no_other_element(
         counts = [len(loop.result(DEADLINE_S)) for loop in loops]
     assert counts == [ROUNDS if is_lost else ROUNDS - 1, ROUNDS]
     check(programs[0])
-
-
-def test_a_host_that_took_no_part_in_a_return_applies_updates_on_tasks_that_did(tasks: Tasks) -> None:
-    with tasks.worker.parameter_servers(), dflow.device("ps:0"):
-        weight = dflow.Variable(lambda: jnp.zeros(3), name="weight of ps:0")
-        optimizer = dflow.Optimizer(optax.sgd(1.0), [weight], name="sgd of ps:0")
-    tasks.await_new_snapshot()
-    tasks.start_again(0)
-    until(lambda: tasks.worker.epoch == 1)
-    step = dflow.jit(lambda _: optimizer.apply([-jnp.ones(3)]))
-    tasks.workers[1].close()
-    list(Sync(tasks.worker).run(step, jnp.int32, steps=2, name="after"))
-    hosts = [info.task for info in tasks.coordinator._state._directory.variables() if info.kind == "run"]
-    assert hosts == ["/job:ps/task:1"]
-    np.testing.assert_array_equal(weight.read(), np.full(3, 2.0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +13,7 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.lowering.queues.channel import StepId
 from dflow.testing import MemoryCluster
-from dflow.tracing.errors import DflowError
 from tests.distributed.training.sync_programs import Sync, together
 
 pytestmark = pytest.mark.once
@@ -63,40 +60,3 @@ def test_a_gradient_travels_once_and_averages_do_not_travel(
     gradients = 3 * rounds * 4 * 4 * 64 * 64
     assert gradients <= sent["worker", "ps"] < gradients * 1.01
     assert sent["ps", "ps"] < gradients / 100
-
-
-@pytest.mark.parametrize(
-    ("is_admitted", "expected"), [(False, 6 * 5.5), (True, 37.0 + 5 * 5.5)], ids=["kept", "admitted"]
-)
-def test_a_worker_that_dies_within_its_step_is_in_the_averages_of_all_tasks_or_of_none(
-    memory: MemoryCluster, workers: list[Cluster], is_admitted: bool, expected: float
-) -> None:
-    host, other = memory.tasks["ps:0"].server, memory.tasks["ps:1"].server
-    # The host is the second to know of the gradient, and the worker the last.
-    sender, receiver = (host, workers[2].task) if is_admitted else (other, host.name)
-    send = sender.channel.send
-    dying: list[threading.Thread] = []
-
-    def die(step: StepId, edge: str, destination: str, values: Sequence[Any]) -> None:
-        is_last = values[0].dtype == bool if is_admitted else destination == receiver
-        if step.origin == workers[2].task and is_last and not dying:
-            dying.append(threading.Thread(target=workers[2].close))
-            dying[0].start()
-        else:
-            send(step, edge, destination, values)
-
-    sender.channel.send = die  # type: ignore[method-assign]
-
-    def work(index: int, cluster: Cluster) -> Any:
-        model, step = spread(cluster, ("ps:0", "ps:1"), optax.sgd(-1.0), ())
-        run = Sync(cluster).run(step, itertools.repeat(10.0**index), steps=6, name="run")
-        if index == 2:
-            with pytest.raises(DflowError):
-                list(run)
-            return None
-        assert len(list(run)) == 6
-        return [float(variable.read()) for variable in model.values()]
-
-    found = together(workers, work)
-    dying[0].join()
-    assert found[0] == found[1] == [pytest.approx(expected + 6 * number) for number in range(4)]

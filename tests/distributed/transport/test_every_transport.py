@@ -47,15 +47,6 @@ def serve(kind: Kind) -> Iterator[Serve]:
         listener.close()
 
 
-def test_both_ends_learn_each_others_names(serve: Serve) -> None:
-    def name_of_peer(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        responder.reply(Placed(peer.name))
-
-    peer, _ = serve(Recorder(name_of_peer))
-    assert peer.name == "server"
-    assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Placed("client")
-
-
 @pytest.mark.parametrize("size_bytes", [0, 1, 4095, MIN_ALIGNED_BYTES, 65_537, 64 << 20])
 def test_a_payload_comes_back_whole_aligned_and_writable(serve: Serve, size_bytes: int) -> None:
     peer, _ = serve(Recorder(echo))
@@ -66,14 +57,6 @@ def test_a_payload_comes_back_whole_aligned_and_writable(serve: Serve, size_byte
     assert np.array_equal(received, sent)
     assert received.flags.writeable
     assert size_bytes < MIN_ALIGNED_BYTES or received.ctypes.data % ALIGNMENT_BYTES == 0
-
-
-def test_notifications_arrive_in_order(serve: Serve) -> None:
-    server = Recorder()
-    peer, _ = serve(server)
-    for number in range(200):
-        peer.notify(Registered(number), bytes([number]))
-    assert [server.notice() for _ in range(200)] == [(Registered(n), bytes([n])) for n in range(200)]
 
 
 def test_replies_and_notices_of_a_handler_keep_their_order(serve: Serve) -> None:
@@ -111,18 +94,6 @@ def test_replies_may_come_later_from_another_thread_in_any_order(serve: Serve) -
     assert [p.wait(DEADLINE_S).message for p in pending] == [Registered(number) for number in range(5)]
 
 
-def test_the_server_may_call_the_client(serve: Serve) -> None:
-    server_side: list[Peer] = []
-
-    def keep(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        server_side.append(peer)
-        responder.reply(Ok())
-
-    peer, _ = serve(Recorder(keep))
-    peer.call(Ok(), timeout_s=DEADLINE_S)
-    assert server_side[0].call(Ok(), timeout_s=DEADLINE_S).message == Ok()
-
-
 def test_a_failure_is_raised_as_its_class_and_names_the_peer(serve: Serve) -> None:
     def fail(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         error = errors.VariableError("there is no variable 'w'")
@@ -139,13 +110,6 @@ def test_a_failure_of_another_class_is_a_remote_error(serve: Serve, name: str) -
     peer, _ = serve(Recorder(lambda peer, message, payload, responder: responder.reply(Failure(name, "why"))))
     with pytest.raises(errors.RemoteError, match=f"server failed: {name}: why"):
         peer.call(Ok(), timeout_s=DEADLINE_S)
-
-
-def test_a_handler_that_fails_leaves_the_connection_open(serve: Serve) -> None:
-    server = Recorder(echo)
-    peer, _ = serve(server)
-    peer.notify(Failure("ValueError", "raise this"))
-    assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Ok()
 
 
 def test_an_enormous_failure_text_is_cut(serve: Serve) -> None:
@@ -193,21 +157,6 @@ def test_a_call_without_an_answer_ends_at_its_deadline(serve: Serve) -> None:
     peer, _ = serve(Recorder(hold(threading.Event())))
     with pytest.raises(errors.DeadlineExceeded, match=r"server did not answer ReadVariables of client within 0\.05 s"):
         peer.call(ReadVariables(("w",)), timeout_s=0.05)
-
-
-def test_a_late_reply_is_dropped(serve: Serve) -> None:
-    held: list[Responder] = []
-
-    def late(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        held.append(responder)
-        if len(held) == 2:
-            held[0].reply(Placed("late"))
-            responder.reply(Placed("in time"))
-
-    peer, _ = serve(Recorder(late))
-    with pytest.raises(errors.DeadlineExceeded):
-        peer.call(Ok(), timeout_s=0.05)
-    assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Placed("in time")
 
 
 def test_callbacks_get_the_reply_or_the_error(serve: Serve) -> None:

@@ -66,19 +66,6 @@ def wait_for_no_thread(reactor: Reactor) -> None:
     assert reactor.threads == 0
 
 
-def test_one_thread_reads_all() -> None:
-    reactor = Reactor(60.0)
-    readings = [Reading(reactor) for _ in range(20)]
-    for _ in range(3):
-        for reading in readings:
-            assert reading.tell(b"hello") == b"hello"
-    assert reactor.threads == 1
-    assert len(set.union(*(reading.threads for reading in readings))) == 1
-    for reading in readings:
-        reading.close()
-    wait_for_no_thread(reactor)
-
-
 def test_when_the_last_has_gone_nothing_is_left_and_a_next_one_is_read() -> None:
     reactor = Reactor(60.0)
     before = len(os.listdir("/proc/self/fd"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import random
 import signal
 import socket
@@ -92,21 +91,6 @@ def test_calls_and_values_flow_once_each_over_sockets_that_are_cut_at_any_byte(s
     finally:
         proxy.close()
         listener.close()
-
-
-def test_a_call_that_waits_is_answered_over_the_next_socket() -> None:
-    held: queue.SimpleQueue[Responder] = queue.SimpleQueue()
-    server = Recorder(lambda peer, message, payload, responder: held.put(responder))
-    listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=server)
-    proxy = Proxy(listener.address, random.Random(0), most_bytes=1 << 30)
-    peer = reach(SocketTransport(PATIENT), proxy.address, Recorder())
-    pending = peer.start(Ok())
-    responder = held.get(timeout=DEADLINE_S)
-    proxy.cut()
-    responder.reply(Placed("answer"), b"payload")
-    assert pending.wait(DEADLINE_S) == (Placed("answer"), b"payload")
-    proxy.close()
-    listener.close()
 
 
 def test_a_session_of_which_the_other_side_knows_nothing_ends() -> None:

@@ -175,19 +175,12 @@ def test_the_end_gives_back_what_is_retained() -> None:
     assert session.end() == []
 
 
-def test_an_acknowledgement_is_due_after_many_bytes() -> None:
-    session: Session[str] = Session(ack_frames=100, ack_bytes=10)
+@pytest.mark.parametrize(("frames", "size_bytes"), [(100, 10), (2, 100)])
+def test_an_acknowledgement_is_due_after_many_bytes_or_frames(frames: int, size_bytes: int) -> None:
+    session: Session[str] = Session(ack_frames=frames, ack_bytes=size_bytes)
     session.receive(1, 9)
     assert not session.ack_due
     session.receive(2, 1)
     assert session.ack_due
     assert session.say_received() == 2
     assert not session.ack_due
-
-
-def test_an_acknowledgement_is_due_after_many_frames() -> None:
-    session: Session[str] = Session(ack_frames=2, ack_bytes=100)
-    session.receive(1, 1)
-    assert not session.ack_due
-    session.receive(2, 1)
-    assert session.ack_due

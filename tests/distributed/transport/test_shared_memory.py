@@ -64,12 +64,6 @@ def test_a_place_is_free_again_once_the_receivers_array_is_gone() -> None:
     assert pool.put(bytes(SIZE)) is not None
 
 
-def test_there_is_room_for_as_many_values_as_slots() -> None:
-    pool, _ = pool_and_view(64 << 20)
-    assert all(pool.put(b"x") is not None for _ in range(4096))
-    assert pool.put(b"x") is None
-
-
 @pytest.mark.parametrize(
     ("slot", "offset", "size"), [(4096, 0, 1), (0, 1, 1), (0, 0, SIZE + 1), (0, SIZE, 1), (0, (1 << 64) - 4096, 4096)]
 )

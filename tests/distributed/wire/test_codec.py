@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,16 +16,13 @@ from dflow.distributed.wire import codec
 from dflow.distributed.wire.messages.connection import ArrayInfo, Failure, Hello
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll
-from dflow.distributed.wire.messages.plans import RegisterPlan, Wanted
+from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
-from dflow.distributed.wire.messages.transfers import Values
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ProgramCall, VariablesCreated
 from dflow.tracing.errors import WireError
 from tests.own_keys import keys_of_an_own_algorithm
 
 MESSAGES = (
-    Hello("/job:ps/task:0"),
-    Failure("VariableError", "no variable 'w'"),
     CreateVariables(
         (CreateVariable("w", "float32", (2, 3), 1, (ProgramCall(0, (0,)),), 1),),
         (ArrayInfo("uint32", (2,)),),
@@ -34,10 +30,7 @@ MESSAGES = (
     ),
     VariablesCreated((1,), {2: Failure("VariableError", "no variable 'w'")}),
     PlacedAll((Placed("/job:ps/task:0"), Failure("DeviceError", "no tasks"))),
-    RegisterPlan(b"\x00plan", (3, 4)),
     RegisterPlan(b"\x00plan", (0, 4), (bytes(range(32)), b"\xff" * 32)),
-    Wanted((0, 3)),
-    Values("/job:worker/task:1", 7, "loss/grad"),
     Roster((TaskInfo("/job:ps/task:0", "127.0.0.1:1", 0.5),), ("/job:ps/task:0",)),
 )
 
@@ -52,11 +45,9 @@ def test_a_message_comes_back_equal(message: Message) -> None:
     [
         b"",
         b"\xc1",
-        b"\x93\x01",
         codec._ENCODER.encode({"type": "Explode"}),
         codec._ENCODER.encode({"type": "Hello"}),
         codec._ENCODER.encode({"type": "Hello", "name": 3}),
-        codec._ENCODER.encode({"type": "Values", "origin": "a", "step": "7", "edge": "e"}),
         codec._ENCODER.encode(["Hello", "name"]),
         b"\x91" * 100_000,
     ],
@@ -78,15 +69,13 @@ def test_a_field_of_a_type_that_does_not_travel_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(codec.DTYPES))
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
-def test_an_array_comes_back_bit_by_bit(name: str, shape: tuple[int, ...]) -> None:
+def test_an_array_comes_back_bit_by_bit(name: str) -> None:
     dtype = codec.DTYPES[name]
-    bits = np.random.default_rng(0).integers(0, 2, math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    array = np.frombuffer(bits.tobytes(), dtype).reshape(shape)
-    back = codec.decode_array(name, shape, codec.encode_array(array))
-    assert back.dtype == dtype
-    assert back.shape == shape
-    assert back.tobytes() == array.tobytes()
+    for shape in ((), (0,), (2, 0, 4), (2, 3, 4)):
+        bits = np.random.default_rng(0).integers(0, 2, math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        array = np.frombuffer(bits.tobytes(), dtype).reshape(shape)
+        back = codec.decode_array(name, shape, codec.encode_array(array))
+        assert (back.dtype, back.shape, back.tobytes()) == (dtype, shape, array.tobytes())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.float8_e4m3fn])
@@ -107,11 +96,6 @@ def test_a_payload_of_another_size_is_refused_with_both_numbers() -> None:
         codec.decode_array("float32", (2, 3), bytes(23))
 
 
-def test_negative_extents_are_refused() -> None:
-    with pytest.raises(WireError, match=r"shape \(-2, -3\) has a negative extent"):
-        codec.decode_array("uint8", (-2, -3), bytes(6))
-
-
 @pytest.mark.parametrize("name", ["object", "float128", "O", "<f4", "datetime64[ns]", "str"])
 def test_unknown_dtypes_are_refused(name: str) -> None:
     with pytest.raises(WireError, match="does not travel; these do: bfloat16, bool"):
@@ -125,14 +109,14 @@ def test_arrays_that_are_not_numbers_are_refused(array: np.ndarray[Any, Any]) ->
 
 
 @pytest.mark.parametrize("algorithm", ["threefry2x32", "rbg", "unsafe_rbg"])
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_keys_come_back_as_keys(algorithm: str, shape: tuple[int, ...]) -> None:
-    keys = jax.random.split(jax.random.key(3, impl=algorithm), shape)
-    back = codec.decode_array(keys.dtype.name, shape, codec.encode_array(keys))
-    assert (back.dtype, back.shape) == (keys.dtype, shape)
-    np.testing.assert_array_equal(jax.random.key_data(back), jax.random.key_data(keys))
-    with pytest.raises(WireError, match="but the payload has 3"):
-        codec.decode_array(keys.dtype.name, shape, bytes(3))
+def test_keys_come_back_as_keys(algorithm: str) -> None:
+    for shape in ((), (0,), (2, 3)):
+        keys = jax.random.split(jax.random.key(3, impl=algorithm), shape)
+        back = codec.decode_array(keys.dtype.name, shape, codec.encode_array(keys))
+        assert (back.dtype, back.shape) == (keys.dtype, shape)
+        np.testing.assert_array_equal(jax.random.key_data(back), jax.random.key_data(keys))
+        with pytest.raises(WireError, match="but the payload has 3"):
+            codec.decode_array(keys.dtype.name, shape, bytes(3))
 
 
 def test_keys_of_an_unknown_algorithm_are_refused() -> None:
@@ -148,14 +132,10 @@ def test_a_received_array_goes_to_the_cpu_without_a_copy() -> None:
     assert placed.unsafe_buffer_pointer() == array.ctypes.data
 
 
-def test_bfloat16_keeps_its_meaning() -> None:
-    array = np.array([1.5, -2.0], ml_dtypes.bfloat16)
-    assert codec.decode_array("bfloat16", (2,), codec.encode_array(array)).tolist() == [1.5, -2.0]
-
-
 @pytest.mark.parametrize(
     ("shape", "text"),
     [
+        ((-2, -3), r"shape \(-2, -3\) has a negative extent"),
         ((0, 1 << 63), "is larger than any array"),
         ((0, 1 << 40, 1 << 40), "is larger than any array"),
         ((1,) * 65, "a shape of 65 extents; at most 64 are taken"),

@@ -60,14 +60,6 @@ def test_the_oldest_of_the_greediest_source_gives_way() -> None:
     assert admission.believe(0)
 
 
-def test_one_source_replaces_its_own() -> None:
-    admission: Admission[int] = Admission(connections=9, unauthenticated=8, per_source=2)
-    for number in range(2):
-        admission.arrive(number, "greedy")
-    assert admission.arrive(2, "greedy") == (0, "2 connections from there were not authenticated yet")
-    assert admission.arrive(3, "other") is None
-
-
 def test_a_flood_from_one_source_never_costs_another_its_place() -> None:
     admission: Admission[int] = Admission(connections=100, unauthenticated=8, per_source=4)
     admission.arrive(0, "honest")
