@@ -158,7 +158,7 @@ def test_pauses_grow_to_the_longest_differ_by_incarnation_and_begin_anew_after_a
         made.answered(0.0, link + 1, REJOIN, ROSTER)
 
 
-def test_it_gives_up_after_the_stated_time_and_says_since_when_and_why() -> None:
+def test_a_session_gives_up_after_the_stated_time_and_says_since_when_and_why() -> None:
     made = joined(give_up_s=60.0)
     made.ask(0.0, 2, GetStatus())
     made.link_ended(10.0, 1, "reset")
@@ -176,7 +176,7 @@ def test_it_gives_up_after_the_stated_time_and_says_since_when_and_why() -> None
 
 
 @pytest.mark.parametrize("kind", ["TaskLost", "ConfigError", "RemoteError"])
-def test_one_that_is_not_taken_back_is_told_why(kind: str) -> None:
+def test_a_task_that_is_not_taken_back_is_told_why(kind: str) -> None:
     made = joined()
     made.ask(0.0, 2, GetStatus())
     made.link_ended(0.0, 1, "reset")

@@ -40,7 +40,7 @@ def joined(coordinator: Coordinator) -> CoordinatorClient:
     return client
 
 
-def test_it_joins_and_leaves_quietly_at_sigterm(coordinator: Coordinator, tmp_path: Path) -> None:
+def test_a_stock_task_joins_and_leaves_quietly_at_sigterm(coordinator: Coordinator, tmp_path: Path) -> None:
     with spawn(coordinator, tmp_path) as task:
         client = joined(coordinator)
         task.process.send_signal(signal.SIGTERM)
@@ -49,7 +49,7 @@ def test_it_joins_and_leaves_quietly_at_sigterm(coordinator: Coordinator, tmp_pa
     client.close()
 
 
-def test_it_ends_when_there_was_no_coordinator_for_too_long(coordinator: Coordinator, tmp_path: Path) -> None:
+def test_a_stock_task_ends_when_there_was_no_coordinator_for_too_long(coordinator: Coordinator, tmp_path: Path) -> None:
     with spawn(coordinator, tmp_path, "--coordinator-timeout", "0") as task:
         client = joined(coordinator)
         coordinator.close()
@@ -88,7 +88,7 @@ client.leave()
     assert table.count("finished") == 3
 
 
-def test_one_whose_name_is_taken_listens_no_longer() -> None:
+def test_a_task_whose_name_is_taken_listens_no_longer() -> None:
     network = MemoryNetwork()
     coordinator = Coordinator(network, "", {"ps": 1})
     first = StockTask(network, PS0, coordinator.address, "memory:first")
@@ -99,7 +99,7 @@ def test_one_whose_name_is_taken_listens_no_longer() -> None:
     coordinator.close()
 
 
-def test_one_whose_address_is_taken_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_whose_address_is_taken_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     network = MemoryNetwork()
     coordinator = Coordinator(network, "", {"ps": 1})
     taken = network.listen("memory:taken", name=PS0, handler=RefuseAll())

@@ -55,7 +55,7 @@ def text(reply: SendReply) -> str:
     return f"{reply.message.kind}: {reply.message.text}"
 
 
-def test_one_that_leaves_fails_the_barrier_when_an_arrival_asked_for_that() -> None:
+def test_a_task_that_leaves_fails_the_barrier_when_an_arrival_asked_for_that() -> None:
     room = Room(A, B, C)
     room.arrive(1, A)
     room.arrive(2, B, fails_on_leave=True)
@@ -93,7 +93,7 @@ def test_a_barrier_at_which_somebody_waits_is_not_forgotten() -> None:
     assert room.arrive(4, B, at_s=75.0 + ASKED_AGAIN_S)[0] == SendReply(3, BarrierPassed(2, 7, (A, B)))
 
 
-def test_one_that_joins_meanwhile_waits_for_the_next_time() -> None:
+def test_a_task_that_joins_meanwhile_waits_for_the_next_time() -> None:
     room = Room(A, B)
     room.arrive(1, A)
     room.tasks, room.version = [A, B, C], 8
@@ -113,7 +113,7 @@ def test_a_task_started_anew_is_another_than_the_member_that_left() -> None:
     assert room.arrive(2, B, life=5) == [], "the same number in another life is no arrival of the first"
 
 
-def test_one_that_waited_for_too_long_is_told_who_is_missing() -> None:
+def test_a_task_that_waited_for_too_long_is_told_who_is_missing() -> None:
     room = Room(A, B, C)
     room.arrive(1, A, at_s=0.0)
     room.arrive(2, B, at_s=5.0)
@@ -130,7 +130,7 @@ def test_one_that_waited_for_too_long_is_told_who_is_missing() -> None:
     assert room.arrive(4, A) == [SendReply(4, BarrierPassed(2, 7, (A,)))], "nobody waited in the first generation"
 
 
-def test_one_that_came_too_late_is_told_so_when_it_waited_in_vain() -> None:
+def test_a_task_that_came_too_late_is_told_so_when_it_waited_in_vain() -> None:
     room = Room(A, B)
     room.arrive(1, A, at_s=5.0)
     room.tasks = [A, B, C]

@@ -128,7 +128,7 @@ def test_traffic_of_the_last_moment_is_told_before_leaving(cluster: Cluster) -> 
     assert status.tasks[0].left == "finished"
 
 
-def test_what_only_a_task_may_ask_is_refused_before_it_is_sent(cluster: Cluster) -> None:
+def test_a_request_that_only_a_task_may_make_is_refused_before_it_is_sent(cluster: Cluster) -> None:
     with pytest.raises(InternalError, match="join first"):
         cluster.client().ask(ClaimSteps("run", WORKER0, 1))
 
@@ -183,7 +183,7 @@ def test_a_claim_that_waits_long_says_in_the_waiting_worker_who_holds_the_steps(
     assert caplog.text.count("has waited 60 s") == 1
 
 
-def test_what_is_asked_in_vain_says_since_when_there_is_no_coordinator(cluster: Cluster) -> None:
+def test_a_question_in_vain_says_since_when_there_is_no_coordinator(cluster: Cluster) -> None:
     client = cluster.task(WORKER0)
     cluster.coordinator.close()
     with pytest.raises(DeadlineExceeded, match=r"did not answer GetStatus of .* there is no connection to it since"):

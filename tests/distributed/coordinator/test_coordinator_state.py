@@ -107,7 +107,7 @@ def test_variables_are_placed_before_the_task_that_holds_them_joins() -> None:
     assert status(state).variables[0].task == PS0
 
 
-def test_who_is_no_task_places_nothing_and_reports_nothing() -> None:
+def test_a_client_that_is_no_task_places_and_reports_nothing() -> None:
     state = cluster()
     state.handle(Asked(1.0, 10, 2, PlaceVariable("w", "float32", (2,), 8, "ps")))
     for message in (PlaceVariable("v", "float32", (2,), 8, "ps"), Unplace("w"), Report("accuracy", 0.5)):
@@ -150,7 +150,7 @@ def test_what_parts_cost_a_task_is_in_the_status_after_it_has_left() -> None:
     assert status(state, 3.0).costs == (PartCosts(WORKER0, 4, 1.0, 20),)
 
 
-def test_one_that_closes_says_so_without_waiting_for_an_answer() -> None:
+def test_a_closing_task_says_so_without_waiting_for_an_answer() -> None:
     state = cluster()
     state.handle(Told(2.0, 11, Leave(WORKER0, "finished")))
     assert status(state).tasks[0].left == "", "it was said over a connection of another"
@@ -158,7 +158,7 @@ def test_one_that_closes_says_so_without_waiting_for_an_answer() -> None:
     assert status(state).tasks[0].left == "finished"
 
 
-def test_what_has_to_last_comes_before_all_that_follows_from_it() -> None:
+def test_a_record_is_persisted_before_its_reply_and_its_news() -> None:
     state = CoordinatorState({"worker": 2})
     commands = state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
     assert [type(command) for command in commands] == [Persist, SendReply, Broadcast]

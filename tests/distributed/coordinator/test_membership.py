@@ -142,7 +142,7 @@ def test_another_incarnation_takes_the_place_of_one_that_is_away() -> None:
     assert members.life(WORKER0) == 1
 
 
-def test_one_that_was_given_up_may_not_come_back_in_that_incarnation() -> None:
+def test_a_task_that_was_given_up_may_not_come_back_in_that_incarnation() -> None:
     members = cluster()
     members.join(0.0, 7, Join(WORKER0, "h:1", "a"))
     members.tick(10.0)

@@ -18,7 +18,7 @@ def beat(steps: int, processor_s: float, wakeups: int) -> Heartbeat:
     return Heartbeat(PS, steps=steps, processor_s=processor_s, wakeups=wakeups)
 
 
-def test_what_came_before_the_first_part_is_not_counted() -> None:
+def test_time_before_the_first_part_is_not_counted() -> None:
     costs = CostTotals()
     for heartbeat in (beat(0, 5.0, 900), beat(1, 7.0, 1000)):
         costs.report(1, heartbeat)

@@ -173,7 +173,7 @@ def test_a_missing_variable_is_named_with_those_that_were_seen(missing: str) -> 
         ({"SLURM_HET_SIZE": "2"}, "this is a heterogeneous job"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, str], text: str) -> None:
+def test_an_environment_of_slurm_that_contradicts_itself_is_refused(changes: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         detected({**slurm(3), **changes})
 
@@ -252,7 +252,7 @@ def test_the_metadata_server_is_asked_on_googles_machines_with_chips_only() -> N
     assert "its metadata has no agent-worker-number" in why_alone({}, "TPU VM", GOOGLE)
 
 
-def test_one_host_is_alone() -> None:
+def test_the_only_host_of_a_slice_is_a_cluster_of_one() -> None:
     one = {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}
     assert "the only host of its slice" in why_alone(one, "TPU VM")
 

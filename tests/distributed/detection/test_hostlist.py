@@ -23,7 +23,7 @@ def test_lists_are_written_out_in_order(short: str, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("short", ["", ",", "a,", ",a", "a,,b", "n[", "n]", "n[]", "n[1-]", "n[a-b]", "n[3-1]", "a b"])
-def test_what_is_no_list_is_refused(short: str) -> None:
+def test_a_text_that_is_no_list_of_hosts_is_refused(short: str) -> None:
     with pytest.raises(ConfigError, match="is no list of hosts; one looks like node1,node"):
         expanded(short)
 

@@ -58,7 +58,7 @@ def test_a_setting_is_read(text: str, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("text", ["A", "=1", "worker:x:A=1", "9A=1"])
-def test_what_sets_nothing_is_refused(text: str) -> None:
+def test_a_setting_without_a_name_and_a_value_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="sets no environment variable; write NAME=VALUE, worker:NAME=VALUE"):
         Setting.parse(text)
 

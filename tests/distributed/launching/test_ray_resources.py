@@ -16,7 +16,7 @@ def test_resources_are_read(text: str, resources: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "CPU", "CPU=", "=1", "CPU=x", "CPU=-1", "CPU=1,,", "CPU=nan"])
-def test_what_states_none_is_refused(text: str) -> None:
+def test_a_text_without_a_resource_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"states no resources; write them as CPU=1,GPU=0\.5"):
         ray_resources(text)
 

@@ -162,7 +162,7 @@ def test_the_oldest_give_way_to_the_newest(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2 * MOST_DUMPS
 
 
-def test_what_is_asked_for_soon_after_another_is_that_one(tmp_path: Path) -> None:
+def test_a_dump_soon_after_another_is_the_same_file(tmp_path: Path) -> None:
     clock = Seconds()
     flights = FlightRecorder(PS, Recorder(), tmp_path, clock=clock)
     first = flights.dump("one")
@@ -173,7 +173,7 @@ def test_what_is_asked_for_soon_after_another_is_that_one(tmp_path: Path) -> Non
     assert flights.dump("three") != first
 
 
-def test_what_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dump_that_cannot_be_written_is_logged_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert FlightRecorder(PS, Recorder(), tmp_path / "file").dump("why") == ""
     assert "ps:0: its last events could not be written" in caplog.text

@@ -130,7 +130,7 @@ def test_a_port_is_of_this_machine_alone_unless_a_host_is_said(place: str | int,
 
 
 @pytest.mark.parametrize("place", ["", "nine", "host:", "70000", "-1"])
-def test_what_is_no_place_is_refused(place: str) -> None:
+def test_a_text_that_is_no_place_for_metrics_is_refused(place: str) -> None:
     with pytest.raises(ConfigError, match="give a port, or host:port, such as 9100"):
         metrics_place(place)
 

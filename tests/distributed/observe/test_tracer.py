@@ -210,7 +210,7 @@ def _noting(shapes: list[tuple[int, ...]], called: Callable[..., None]) -> Calla
     return noted
 
 
-def test_it_waits_until_the_workers_have_done_their_steps() -> None:
+def test_a_trace_of_steps_waits_until_the_workers_have_done_them() -> None:
     with skewed({}) as (memory, workers, _):
         step = make_step(workers[0])
         step(1.0)

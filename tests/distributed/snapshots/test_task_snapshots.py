@@ -296,7 +296,7 @@ def test_the_unfinished_part_of_a_process_that_was_killed_is_removed_at_the_next
     assert not [*folder.iterdir()]
 
 
-def test_what_cannot_be_written_is_reported(tmp_path: Path) -> None:
+def test_a_snapshot_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     there = Task(tmp_path)
     shutil.rmtree(tmp_path / "ps-0")
     (tmp_path / "ps-0").write_text("")
@@ -328,7 +328,7 @@ def test_a_process_that_is_started_again_on_a_full_disk_loads_its_part(
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "none"])
-def test_what_cannot_be_loaded_is_reported_and_changes_nothing(tmp_path: Path, harm: str) -> None:
+def test_a_snapshot_that_cannot_be_loaded_is_reported_and_changes_nothing(tmp_path: Path, harm: str) -> None:
     task = Task(tmp_path)
     task.create()
     task.do(CaptureState(1))

@@ -69,7 +69,7 @@ def test_state_whose_creation_a_return_overtakes_is_made_again() -> None:
     assert maker.made == ["a"]
 
 
-def test_what_could_not_be_made_again_is_tried_again() -> None:
+def test_a_resource_that_could_not_be_made_again_is_tried_again() -> None:
     maker = Maker()
     maker.make("a")
     maker.state.returned(1)

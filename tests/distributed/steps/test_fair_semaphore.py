@@ -57,7 +57,7 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[Compiling]:
 
 
 @pytest.mark.parametrize("compiling", [3], indirect=True)
-def test_it_has_only_so_many_holders(compiling: Compiling) -> None:
+def test_a_semaphore_has_no_more_holders_than_its_limit(compiling: Compiling) -> None:
     for number in range(5):
         compiling.ask(ONE, f"{number}")
     assert compiling.began == ["0", "1", "2"]
@@ -75,7 +75,7 @@ def test_tasks_acquire_it_one_after_another_however_many_waits_each_has(compilin
     assert compiling.began == ["one 0", "one 1", "two 0", "one 2", "two 1", "one 3"]
 
 
-def test_it_is_released_after_an_error() -> None:
+def test_a_semaphore_is_released_after_an_error() -> None:
     semaphore = FairSemaphore(1)
     with pytest.raises(ValueError, match="no such instruction"), semaphore.held_for(ONE):
         raise ValueError("no such instruction")

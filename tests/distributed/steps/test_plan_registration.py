@@ -42,7 +42,7 @@ def made(worker: Cluster, here: Callable[[Any], Any] = lambda x: x) -> tuple[lis
     return variables, step
 
 
-def test_all_tasks_compile_at_a_time(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tasks_compile_a_plan_at_the_same_time(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=DEADLINE_S)
     add = PlanRegistry.add_encoded
 
@@ -81,7 +81,7 @@ def test_programs_that_compute_the_same_are_exported_once(
     assert len(exported) == 1
 
 
-def test_what_compiling_here_raises_is_raised(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_compiling_here_is_raised(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise ValueError("no such instruction")
 
@@ -109,7 +109,9 @@ def test_a_program_that_a_task_has_is_not_sent_again(memory: MemoryCluster, monk
     assert [min(each) > 0 for each in sizes] == [True, True, False, False]
 
 
-def test_what_a_task_answers_is_raised(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_a_task_answers_is_raised_with_its_name(
+    memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: PlanRegistry, *_: Any) -> int:
         raise WireError("no such plan")
 

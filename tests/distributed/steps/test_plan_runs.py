@@ -33,7 +33,7 @@ def test_a_long_chain_takes_no_stack() -> None:
     assert left == 0
 
 
-def test_what_one_raises_does_not_keep_the_others_from_being_done() -> None:
+def test_an_error_of_one_call_does_not_keep_the_others_from_being_done() -> None:
     done: list[str] = []
 
     def fail() -> None:

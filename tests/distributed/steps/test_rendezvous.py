@@ -190,7 +190,7 @@ def perform(rendezvous: Rendezvous[int, int], index: int, operation: Operation) 
 
 
 @given(st.lists(OPERATIONS, max_size=60))
-def test_it_does_what_the_model_does(operations: list[Operation]) -> None:
+def test_a_rendezvous_answers_as_a_model_of_it_does(operations: list[Operation]) -> None:
     rendezvous: Rendezvous[int, int] = Rendezvous()
     model = Model()
     asked, answered = set(), []

@@ -16,7 +16,7 @@ from tests.distributed.waiting import until
 WORKER = "/job:worker/task:0"
 
 
-def test_it_is_idle_when_the_last_running_step_ends() -> None:
+def test_a_closed_gate_is_idle_when_the_last_running_step_ends() -> None:
     gate, idle = StepGate(WORKER), list[int]()
     assert gate.enter(lambda: None)
     assert gate.enter(lambda: None)

@@ -141,7 +141,7 @@ def test_each_step_has_its_index_from_the_start_or_from_its_release(prefetch: in
     assert [loop.calls[number].number for number in sorted(loop.calls)] == list(range(12))
 
 
-def test_it_is_the_current_loop_only_within_an_iteration() -> None:
+def test_a_loop_is_the_current_one_only_within_an_iteration() -> None:
     loop = Loop()
     with loop.ahead.iteration(range(1)):
         assert CURRENT.get() is loop.ahead
@@ -171,7 +171,9 @@ def end(loop: Loop, step: RegisteredStep) -> None:
 
 
 @pytest.mark.parametrize("disturb", [change_function, call_two, pause, fail, end])
-def test_what_may_outdate_the_values_cancels(disturb: Callable[[Loop, RegisteredStep], None]) -> None:
+def test_a_step_ahead_is_cancelled_by_whatever_may_outdate_its_values(
+    disturb: Callable[[Loop, RegisteredStep], None],
+) -> None:
     loop, step = Loop(), registered()
     for _ in range(3):
         loop.call(step)

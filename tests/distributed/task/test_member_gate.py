@@ -87,7 +87,7 @@ def test_each_message_is_delivered_in_order_exactly_while_its_life_is_live(event
         assert len(connection.refused) == connection.sent - len(numbers) - len(held)
 
 
-def test_what_comes_before_the_news_is_bounded() -> None:
+def test_messages_held_before_the_news_of_a_join_are_bounded() -> None:
     gate, connection = MemberGate("/job:ps/task:0"), Connection()
     gate.introduced(cast(Peer, connection), Introduce(7))
     for _ in range(MOST_HELD + 1):

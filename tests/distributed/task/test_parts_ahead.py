@@ -114,7 +114,7 @@ def test_a_cancelled_part_leaves_nothing(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("is_next", [True, False])
-def test_it_begins_after_another_step_with_values_of_its_update(cluster: Cluster, is_next: bool) -> None:
+def test_a_part_ahead_begins_after_another_step_with_values_of_its_update(cluster: Cluster, is_next: bool) -> None:
     client = Client(cluster)
     handle = client.register(cluster, *FETCH, *UPDATE)
     client.run(handle, 1)
@@ -141,7 +141,7 @@ def test_a_step_begins_at_once_if_the_one_before_has_ended(cluster: Cluster) -> 
     assert client.next() == [("values", 2)]
 
 
-def test_two_steps_after_one_are_refused(cluster: Cluster) -> None:
+def test_two_steps_ahead_after_the_same_step_are_refused(cluster: Cluster) -> None:
     client = Client(cluster)
     handle = client.register(cluster, *FETCH, *UPDATE)
     client.run(handle, 1)

@@ -31,7 +31,7 @@ def test_an_idle_thread_is_used_again() -> None:
     threads.shutdown()
 
 
-def test_what_a_call_raises_is_its_result() -> None:
+def test_an_error_of_a_call_is_its_result() -> None:
     threads = OnDemandThreads("raising")
     with pytest.raises(ZeroDivisionError):
         threads.submit(lambda: 1 / 0).result(DEADLINE_S)

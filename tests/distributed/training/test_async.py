@@ -78,7 +78,7 @@ def told(source: Scripted) -> list[tuple[int, bool]]:
     return [(claim.done, claim.more) for claim in source.told[1:]]
 
 
-def test_it_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> None:
+def test_a_run_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> None:
     source = Scripted(range(2), range(2, 3))
     batches = [(1, 2), (3, 4), (5, 6), (7, 8)]
     assert list(Async(source).run(lambda a, b: (a, b), batches, steps=3)) == [(1, 2), (3, 4), (5, 6)]

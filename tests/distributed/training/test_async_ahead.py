@@ -216,7 +216,9 @@ def test_a_write_before_an_enqueue_is_seen_after_the_dequeue(memory: MemoryClust
     thread.join()
 
 
-def test_what_prefetch_cannot_do_is_reported(worker: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prefetch_that_is_negative_or_without_effect_is_reported(
+    worker: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     _, step = counters(worker)
     with pytest.raises(StrategyError, match="prefetch: expected at least 0, got -1"):
         Async(worker, prefetch=-1)

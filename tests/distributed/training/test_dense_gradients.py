@@ -92,7 +92,7 @@ def test_each_structure_of_gradients_has_its_variables() -> None:
     assert layer.train(dense, jnp.ones(2)) == [-0.5, -0.5]
 
 
-def test_all_strategies_of_a_cluster_share_what_is_kept(worker: Cluster) -> None:
+def test_all_strategies_of_a_cluster_share_its_dense_gradients(worker: Cluster) -> None:
     assert worker.dense_gradients() is worker.dense_gradients()
 
 

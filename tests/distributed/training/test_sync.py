@@ -164,7 +164,7 @@ def test_a_step_that_ran_by_itself_is_traced_anew_and_goes_back(workers: list[Cl
     assert float(model["first"].read()[0]) == 8.0
 
 
-def test_what_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:
+def test_a_step_that_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:
     cluster = workers[0]
     with cluster.parameter_servers():
         far = dflow.Variable(0.0, name="far")

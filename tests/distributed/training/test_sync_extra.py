@@ -102,7 +102,7 @@ def test_a_value_is_the_mean_over_the_workers(workers: list[Cluster], transforma
     ],
     ids=["a function", "an integer", "missing", "unused"],
 )
-def test_what_has_no_mean_is_refused(
+def test_extra_arguments_without_a_mean_are_refused(
     workers: list[Cluster], transformation: Any, extra: Callable[[Any], Any], error: type[Exception], text: str
 ) -> None:
     _, step = made(workers[0], transformation, extra)

@@ -50,7 +50,7 @@ UNEQUAL: Any = {
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("case", UNEQUAL)
-def test_all_workers_are_refused_with_both_sides(workers: list[Cluster], kind: str, case: str) -> None:
+def test_unequal_workers_are_all_refused_with_both_sides_shown(workers: list[Cluster], kind: str, case: str) -> None:
     options, shown = UNEQUAL[case]
     run = f"{kind} {case}"
 

@@ -59,7 +59,7 @@ def test_only_numbers_of_this_machine_are_loopback(host: str, loopback: bool) ->
         ("[::1]:80;unix:/run/ps@boot/0", Endpoints(TcpAddress("::1", 80), UnixAddress("/run/ps"), "boot/0")),
     ],
 )
-def test_two_ways_are_read_and_written(text: str, ways: Endpoints) -> None:
+def test_an_address_with_two_ways_is_read_and_written(text: str, ways: Endpoints) -> None:
     assert parse_endpoints(text) == ways
     assert str(ways) == text
 

@@ -245,7 +245,7 @@ def test_an_address_is_listened_on_once(kind: Kind) -> None:
     listener.close()
 
 
-def test_what_is_over_the_senders_limits_is_refused_at_the_sender(serve: Serve) -> None:
+def test_a_message_over_the_senders_limits_is_refused_at_the_sender(serve: Serve) -> None:
     peer, _ = serve(Recorder(echo), Limits(max_meta_bytes=100, max_payload_bytes=10))
     with pytest.raises(errors.WireError, match=r"ReadVariables takes \d+ bytes, over the limit of 100; move"):
         peer.call(ReadVariables(("w" * 200,)), timeout_s=DEADLINE_S)

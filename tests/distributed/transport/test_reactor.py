@@ -102,7 +102,7 @@ def test_while_one_is_waited_for_the_others_are_read() -> None:
     wait_for_no_thread(reactor)
 
 
-def test_all_may_be_waited_for_at_once_and_few_threads_are_left() -> None:
+def test_all_connections_may_be_waited_for_at_once_and_few_threads_are_left() -> None:
     reactor = Reactor(60.0)
     together = threading.Barrier(8)
 
@@ -125,7 +125,7 @@ def test_all_may_be_waited_for_at_once_and_few_threads_are_left() -> None:
     wait_for_no_thread(reactor)
 
 
-def test_one_that_gave_way_may_be_the_last_to_go() -> None:
+def test_a_connection_that_gave_way_may_be_the_last_to_go() -> None:
     reactor = Reactor(60.0)
     has_given_way, may_end = threading.Event(), threading.Event()
 
@@ -165,7 +165,7 @@ def test_a_frame_that_does_not_go_on_stalls_and_one_who_says_nothing_does_not() 
     wait_for_no_thread(reactor)
 
 
-def test_one_that_is_waited_for_does_not_stall_by_an_earlier_frame() -> None:
+def test_a_connection_that_is_waited_for_does_not_stall_by_an_earlier_frame() -> None:
     reactor = Reactor(0.05)
     waits, may_go_on = threading.Event(), threading.Event()
 

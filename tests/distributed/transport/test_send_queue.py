@@ -77,7 +77,7 @@ def as_reader() -> Iterator[Callable[[Callable[[], None]], None]]:
 AsReader = Callable[[Callable[[], None]], None]
 
 
-def test_what_is_gathered_leaves_by_one_call(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
+def test_gathered_frames_leave_by_one_call(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
         for text in "abc":
             queue.send(frame(text))
@@ -87,7 +87,7 @@ def test_what_is_gathered_leaves_by_one_call(queue: SendQueue, paper: Paper, as_
     assert paper.calls == [b"abc"]
 
 
-def test_it_leaves_before_the_thread_waits(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
+def test_gathered_frames_leave_before_the_thread_waits(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
         queue.send(frame("a"))
         give_way()
@@ -111,7 +111,9 @@ def test_a_large_frame_takes_along_what_was_gathered(queue: SendQueue, paper: Pa
     assert paper.calls == [b"ab" + large, b"c"]
 
 
-def test_so_does_a_frame_of_another_thread(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
+def test_a_frame_of_another_thread_takes_along_what_was_gathered(
+    queue: SendQueue, paper: Paper, as_reader: AsReader
+) -> None:
     def work() -> None:
         queue.send(frame("a"))
         other = threading.Thread(target=queue.send, args=(frame("b"),))
@@ -135,7 +137,7 @@ def test_no_more_is_gathered_than_the_queue_may_hold(queue: SendQueue, paper: Pa
     assert b"".join(paper.calls) == "".join(texts).encode()
 
 
-def test_what_does_not_go_at_once_is_sent_in_order_by_another_thread(
+def test_frames_that_do_not_go_at_once_are_sent_in_order_by_another_thread(
     queue: SendQueue, paper: Paper, as_reader: AsReader
 ) -> None:
     paper.room = 4

@@ -221,7 +221,7 @@ def test_a_frame_that_stalls_ends_its_connection() -> None:
     listener.close()
 
 
-def test_who_waits_for_the_rest_of_a_large_frame_keeps_no_other_waiting() -> None:
+def test_a_connection_that_waits_for_the_rest_of_a_large_frame_keeps_no_other_waiting() -> None:
     listener = listen(Limits())
     request = frame(Ok(), bytes(1 << 20), Kind.REQUEST, 1, 1)
     with dial(listener) as sock:

@@ -90,7 +90,7 @@ def hello(name: str) -> bytes:
 
 @pytest.mark.parametrize("said", [0, 1, 31, 32, 40])
 @pytest.mark.parametrize("policy", ["same machine", "certificates"])
-def test_one_who_says_too_little_goes_when_its_time_is_up(listen: Listen, said: int, policy: str) -> None:
+def test_a_stranger_that_says_too_little_goes_when_its_time_is_up(listen: Listen, said: int, policy: str) -> None:
     security = certificates() if policy == "certificates" else None
     listener = listen(Limits(hello_timeout_s=0.1), security)
     with dial(listener) as sock:

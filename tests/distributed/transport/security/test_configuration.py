@@ -15,7 +15,7 @@ from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.tracing.errors import ConfigError
 
 
-def test_nothing_said_is_this_machine_alone() -> None:
+def test_without_settings_only_this_machine_connects() -> None:
     assert isinstance(choose_security({}), SameMachine)
     assert isinstance(choose_security({"DFLOW_SECRET_FILE": "", "DFLOW_TLS_KEY": ""}), SameMachine)
 

@@ -40,7 +40,7 @@ def test_a_task_is_admitted_by_its_number_or_its_job_alone(identities: list[Iden
 
 
 @given(st.lists(IDENTITIES, max_size=4), st.text(max_size=30))
-def test_what_is_no_task_is_admitted_by_exactly_its_name(identities: list[Identity], name: str) -> None:
+def test_a_name_of_no_task_is_admitted_by_exactly_itself(identities: list[Identity], name: str) -> None:
     if not name.startswith("/job:"):
         assert admits(identities, name) == (Identity(name) in identities)
 

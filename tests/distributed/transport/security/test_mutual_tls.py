@@ -29,7 +29,7 @@ from tests.distributed.transport.security.secured_pairs import (
 )
 
 
-def test_each_learns_for_whom_the_others_certificate_is(tmp_path: Path, connect: Connect) -> None:
+def test_each_side_learns_the_identities_of_the_others_certificate(tmp_path: Path, connect: Connect) -> None:
     client, server = connect(policy(tmp_path, "worker:3", "status"), policy(tmp_path, "ps")).secured()
     assert server.identity == "dflow://job/worker/task/3 dflow://job/status"
     assert client.identity == "dflow://job/ps"

@@ -32,7 +32,7 @@ def test_two_who_know_the_secret_speak(tmp_path: Path, connect: Connect) -> None
     assert receive(client, 5) == b"hello"
 
 
-def test_one_who_knows_another_secret_is_refused_and_told_nothing(tmp_path: Path, connect: Connect) -> None:
+def test_a_side_with_another_secret_is_refused_and_told_nothing(tmp_path: Path, connect: Connect) -> None:
     ends = connect(secret(tmp_path, "t" * 64), secret(tmp_path))
     assert isinstance(ends.server, SecurityError)
     assert "does not know the shared secret" in str(ends.server)
@@ -42,7 +42,7 @@ def test_one_who_knows_another_secret_is_refused_and_told_nothing(tmp_path: Path
     assert "s" * 64 not in str(ends.server)
 
 
-def test_one_in_the_middle_is_noticed_by_both(tmp_path: Path, sockets: Sockets) -> None:
+def test_a_side_in_the_middle_is_noticed_by_both(tmp_path: Path, sockets: Sockets) -> None:
     """It speaks TLS with both, and passes on what each says."""
     (client, near), (far, server) = sockets(), sockets()
     ours = secret(tmp_path)

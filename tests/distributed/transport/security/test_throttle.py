@@ -23,7 +23,7 @@ def test_no_period_says_more_than_its_burst_and_nothing_is_uncounted(waits: list
     assert len(waits) - counted == throttle._unsaid
 
 
-def test_what_was_left_out_is_said_with_the_next() -> None:
+def test_lines_left_out_are_counted_with_the_next_one() -> None:
     now = [0.0]
     throttle = Throttle(1, 1.0, clock=lambda: now[0])
     assert [throttle.ask() for _ in range(3)] == ["", None, None]
