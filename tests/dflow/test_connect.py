@@ -116,7 +116,7 @@ def test_an_address_without_a_number_is_refused_with_the_remedy(monkeypatch: pyt
     assert "start the script with `dflow launch`, set DFLOW_INDEX, or give connect() an index" in str(caught.value)
 
 
-def test_an_address_nobody_answers_at() -> None:
+def test_an_address_that_nobody_answers_at_is_an_error() -> None:
     with pytest.raises(DeadlineExceeded, match=r"the coordinator at 127\.0\.0\.1:1 could not be reached within 0\.2 s"):
         dflow.connect("127.0.0.1:1", index=0, settings=SETTINGS)
 
@@ -133,7 +133,7 @@ def test_joining_that_takes_long_is_told_before_it_fails(
     )
 
 
-def test_an_address_that_is_none() -> None:
+def test_a_malformed_address_is_refused() -> None:
     with pytest.raises(ValueError, match="address 'nonsense' is not of the form 'host:port'"):
         dflow.connect("nonsense", index=0, settings=SETTINGS)
 

@@ -15,7 +15,7 @@ from tests.distributed.detection.recorded import indexed_job
 from tests.distributed.processes import Spawned
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"dflow {__version__}\n"

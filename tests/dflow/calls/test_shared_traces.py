@@ -64,7 +64,7 @@ def test_functions_made_anew_of_one_function_share_its_trace_and_its_program(tra
         np.testing.assert_array_equal(result, first)
 
 
-def test_those_made_within_a_function_share_it_too(traced: Traced) -> None:
+def test_functions_made_within_a_function_share_its_trace(traced: Traced) -> None:
     @dflow.jit
     def outer(x: Any) -> Any:
         return dflow.jit(traced.fn)(x) + dflow.jit(traced.fn)(x + 1)
@@ -102,7 +102,7 @@ def test_what_is_compiled_ahead_is_the_program_of_the_calls(traced: Traced) -> N
     assert not found
 
 
-def test_so_it_is_for_a_large_array_that_is_closed_over() -> None:
+def test_a_program_with_a_large_closed_over_array_is_shared_too() -> None:
     table = jnp.ones(1 << 15)
     f = dflow.jit(lambda i: table[i])
     f(3)

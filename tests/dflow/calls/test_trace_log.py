@@ -160,7 +160,7 @@ def test_methods_of_many_objects_are_no_function_made_anew(remade: int) -> None:
             Model().step(1.0)
 
 
-def test_functions_made_for_other_arguments_or_from_other_code_are_not(remade: int) -> None:
+def test_functions_made_for_other_arguments_or_from_other_code_are_not_warned_about(remade: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for size in range(remade + 1):
@@ -171,7 +171,7 @@ def test_functions_made_for_other_arguments_or_from_other_code_are_not(remade: i
 
 
 @pytest.mark.parametrize("state", [False, True])
-def test_so_does_one_that_a_function_within_closes_over_however_deep(state: bool) -> None:
+def test_a_large_array_closed_over_by_a_nested_function_becomes_an_input(state: bool) -> None:
     table, count = jnp.arange(128 * 256.0).reshape(128, 256), dflow.Variable(0)
 
     @dflow.jit

@@ -124,14 +124,14 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 @pytest.mark.parametrize(
     ("size_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (3_400_000, "3.4 MB")]
 )
-def test_sizes(size_bytes: int, text: str) -> None:
+def test_a_size_has_the_unit_that_fits(size_bytes: int, text: str) -> None:
     assert size_text(size_bytes) == text
 
 
 @pytest.mark.parametrize(
     ("dtype", "text"), [("float32", "f32[3,1]"), ("bfloat16", "bf16[3,1]"), ("uint8", "u8[3,1]"), ("bool", "bool[3,1]")]
 )
-def test_types(dtype: str, text: str) -> None:
+def test_a_type_has_its_letter_bits_and_shape(dtype: str, text: str) -> None:
     assert type_text(VariableInfo("v", dtype, (3, 1), 0, "")) == text
 
 

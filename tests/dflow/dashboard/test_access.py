@@ -45,7 +45,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> SecurityPolicy:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:80", "[::1]:9", "10.1.2.3:5", "PROXY.example", "localhost."])
-def test_hosts_that_are_this_server(client: Client, host: str) -> None:
+def test_requests_to_names_of_this_server_are_answered(client: Client, host: str) -> None:
     assert client.ask("/api/state", Host=host).status == 200
 
 
@@ -100,7 +100,7 @@ def test_a_trace_is_made_for_pages_of_this_server_alone(
         ({"steps": 1, "note": "x" * 5000}, 413, "body: expected at most 4096 bytes, got more"),
     ],
 )
-def test_wrong_orders_of_a_trace(client: Client, body: dict[str, object], status: int, text: str) -> None:
+def test_wrong_orders_of_a_trace_are_refused(client: Client, body: dict[str, object], status: int, text: str) -> None:
     answer = client.post("/api/timeline", body)
     assert answer.status == status
     assert text in answer.data["error"]["text"]

@@ -265,7 +265,7 @@ def test_events_are_bounded_and_lost_ones_counted() -> None:
     assert run.record.events(10**9)["lost"] == 0
 
 
-def test_snapshots_and_values_that_json_lacks() -> None:
+def test_snapshots_are_told_and_values_that_json_lacks_are_none() -> None:
     run = SimulatedRun()
     run.look(snapshot=SnapshotSize(3, 10, 100))
     not_finite = (NotFinite(7, "loss", float("nan"), "run_0", W1),)

@@ -63,7 +63,7 @@ def served() -> Iterator[Served]:
         worker.close()
 
 
-def test_the_state_and_the_curves(served: Served) -> None:
+def test_the_state_and_the_curves_are_served(served: Served) -> None:
     state = served.client.ask("/api/state").data
     assert (state["phase"], state["phase_text"]) == ("running", "")
     assert [task["task"] for task in state["tasks"]] == ["ps:0", "worker:0"]
@@ -82,7 +82,7 @@ def test_the_state_and_the_curves(served: Served) -> None:
     assert {"loss", "steps/s", "processor"} <= names
 
 
-def test_functions_their_traces_and_a_graph(served: Served) -> None:
+def test_functions_their_traces_and_a_graph_are_served(served: Served) -> None:
     listed = served.client.ask("/api/functions").data
     assert listed["missing"] == {}
     (task,) = listed["tasks"]

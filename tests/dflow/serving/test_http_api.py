@@ -303,7 +303,7 @@ def test_many_members_are_decompressed_in_linear_time(monkeypatch: pytest.Monkey
         *((header, True) for header in ("gzip", "GZIP", "*", "deflate, gzip; q=0.1", "x-gzip")),
     ],
 )
-def test_which_clients_take_gzip(header: str | None, takes: bool) -> None:
+def test_a_header_says_whether_its_client_takes_gzip(header: str | None, takes: bool) -> None:
     assert takes_gzip(header) == takes
 
 

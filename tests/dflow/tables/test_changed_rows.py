@@ -205,7 +205,7 @@ def test_a_consumer_that_leaves_its_loop_gets_the_rows_again(program: Program) -
     assert numbers(table, "another") == {*range(SHAPE[0])}
 
 
-def test_pieces_are_small(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_come_in_pieces_of_bounded_size(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows in pieces of at most 8 rows of a shard, with rows that change between two pieces."""
     monkeypatch.setattr(changed_rows, "PIECE_BYTES", 8 * 2 * 2 * 4)
     copy = np.full(SHAPE, np.nan, np.float32)
@@ -347,7 +347,7 @@ def test_a_rule_of_derivatives_that_changes_rows_marks_them() -> None:
     assert 3 in numbers(table)
 
 
-def test_a_table_without_rows() -> None:
+def test_a_table_without_rows_has_no_changes() -> None:
     assert numbers(dflow.ShardedVariable(jnp.zeros((0, 2)), track_changes=True)) == set()
 
 
@@ -393,7 +393,7 @@ def traced(table: dflow.ShardedVariable) -> None:
         (lambda: dflow.Variable(1, name="t/~changes"), "'t/~changes', as only marks of changed rows are"),
     ],
 )
-def test_mistakes(use: Callable[[], Any], message: str) -> None:
+def test_a_table_that_cannot_tell_its_changes_is_refused(use: Callable[[], Any], message: str) -> None:
     with pytest.raises(dflow.VariableError, match=message):
         use()
 

@@ -140,7 +140,7 @@ def test_a_loop_that_looks_up_and_writes_a_table_of_one_task(way: str) -> None:
             run(table, ids + 1)
 
 
-def test_bags(table: dflow.Embedding) -> None:
+def test_a_bag_is_the_weighted_sum_or_mean_of_its_rows(table: dflow.Embedding) -> None:
     rows = np.asarray(table.read())
     ids = np.array([[1, 2, 3], [4, 5, 5]])
     weights = np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]], np.float32)
@@ -165,18 +165,18 @@ def test_bags(table: dflow.Embedding) -> None:
         ({"segments": [0], "bags": 2}, r"got \(1,\) and bags=2"),
     ],
 )
-def test_mistakes_about_bags(table: dflow.Embedding, options: Any, message: str) -> None:
+def test_a_bag_with_wrong_arguments_is_refused(table: dflow.Embedding, options: Any, message: str) -> None:
     with pytest.raises(dflow.InputError, match=message):
         table.bag(jnp.array([1, 2, 3]), **{k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()})
 
 
-def test_a_scalar_is_no_bag(table: dflow.Embedding) -> None:
+def test_a_bag_of_a_scalar_id_is_refused(table: dflow.Embedding) -> None:
     with pytest.raises(dflow.InputError, match="expected a dimension of ids, got a scalar"):
         table.bag(jnp.int32(3))
     np.testing.assert_allclose(table.bag([1, 2]), table.read()[jnp.array([1, 2])].sum(0), rtol=1e-6)
 
 
-def test_an_empty_lookup(table: dflow.Embedding) -> None:
+def test_a_lookup_of_no_ids_has_their_shape(table: dflow.Embedding) -> None:
     assert table(jnp.zeros((0, 3), jnp.int32)).shape == (0, 3, 4)
 
 

@@ -265,7 +265,7 @@ def test_differences_are_of_the_whole_array(worker: Cluster, tmp_path: Path) -> 
     assert (one.table.read() == 3.0).all()
 
 
-def test_some_shards_are_no_array(tmp_path: Path) -> None:
+def test_a_save_of_some_shards_is_refused(tmp_path: Path) -> None:
     table = dflow.ShardedVariable(jnp.ones(SHAPE), shards=3, name="table")
     with pytest.raises(
         dflow.CheckpointError,
@@ -344,7 +344,7 @@ def test_an_export_has_one_array(worker: Cluster, tmp_path: Path) -> None:
         ({"shape": [23]}, "do not agree on it"),
     ],
 )
-def test_a_damaged_manifest_of_an_export(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_damaged_manifest_of_an_export_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     table = dflow.ShardedVariable(jnp.ones(SHAPE), shards=2, name="exported")
     dflow.export(dflow.jit(table.sum)).save(tmp_path / "e")
     file = tmp_path / "e" / "manifest.json"

@@ -132,7 +132,7 @@ def test_traffic_that_is_no_count_is_refused(counts: Any, message: str) -> None:
         traffic_cuts(counts, 3, 2, 3)
 
 
-def test_arguments_that_contradict_traffic() -> None:
+def test_arguments_that_contradict_traffic_are_refused() -> None:
     counts = np.arange(6)
     table = dflow.ShardedVariable(np.zeros((6, 2), np.float32), traffic=counts, shards=2)
     assert table.layout.bounds == (0, 4, 6)
@@ -148,7 +148,7 @@ def test_arguments_that_contradict_traffic() -> None:
     assert dflow.ShardedVariable(np.zeros(6), near=table).layout.bounds == (0, 4, 6)
 
 
-def test_shards_by_their_bytes() -> None:
+def test_the_number_of_shards_is_the_least_whose_bytes_fit() -> None:
     assert shards_for((10, 4), "float32", "rows", 32) == 5
     assert shards_for((10, 4), "float32", "rows", 47) == 5
     assert shards_for((10, 4), "float32", "rows", 160) == 1

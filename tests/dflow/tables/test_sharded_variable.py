@@ -46,7 +46,7 @@ def servers(request: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("servers", "by"), PLACES, indirect=["servers"])
-def test_it_is_as_the_whole_variable(servers: Any, by: str) -> None:
+def test_a_sharded_variable_is_read_and_written_as_the_whole_one(servers: Any, by: str) -> None:
     with servers():
         table = dflow.ShardedVariable(initial, shards=3, name=f"as whole {by}", **BY[by])
     whole = dflow.Variable(initial)
@@ -83,7 +83,7 @@ def test_it_is_as_the_whole_variable(servers: Any, by: str) -> None:
 
 
 @pytest.mark.parametrize(("servers", "by"), [("one process", "columns"), ("cluster", "modulo")], indirect=["servers"])
-def test_optimizers_update_it_as_the_whole_variable(servers: Any, by: str) -> None:
+def test_optimizers_update_a_sharded_variable_as_the_whole_one(servers: Any, by: str) -> None:
     made = {}
     transformation = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
     for kind in (dflow.ShardedVariable, dflow.Variable):
@@ -161,7 +161,7 @@ def test_only_ids_and_rows_travel() -> None:
         ),
     ],
 )
-def test_mistakes(use: Any, error: type[Exception], message: str) -> None:
+def test_what_does_not_fit_a_sharded_variable_is_refused(use: Any, error: type[Exception], message: str) -> None:
     table = dflow.ShardedVariable(initial, shards=2, name="table")
     with pytest.raises(error, match=message):
         use(table)
@@ -191,14 +191,14 @@ def test_a_large_shard_begins_block_by_block(servers: Any, by: str, monkeypatch:
         seen.clear()
 
 
-def test_rows_without_elements(servers: Any) -> None:
+def test_rows_without_elements_are_gathered_and_scattered(servers: Any) -> None:
     with servers():
         empty = dflow.ShardedVariable(lambda: jnp.zeros((9, 0)), shards=2, name="no elements")
     assert dflow.jit(lambda: empty.gather(jnp.array([1, 8])))().shape == (2, 0)
     empty.scatter_add(jnp.array([1]), jnp.ones((1, 0)))
 
 
-def test_updates_of_booleans() -> None:
+def test_booleans_are_scattered_by_max_and_min() -> None:
     seen = dflow.ShardedVariable(lambda: jnp.zeros(9, bool), shards=2, name="seen rows")
     seen.scatter_max(jnp.array([1, 8, 1]), jnp.array([True, True, False]))
     np.testing.assert_array_equal(np.flatnonzero(seen.read()), [1, 8])

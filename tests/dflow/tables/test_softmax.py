@@ -123,6 +123,6 @@ def test_the_sampled_softmax_approaches_the_full_one() -> None:
         ),
     ],
 )
-def test_mistakes(use: Any, error: type[Exception], message: str) -> None:
+def test_wrong_labels_shapes_and_samples_are_refused(use: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         use(*tables())

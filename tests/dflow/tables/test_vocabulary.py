@@ -44,7 +44,7 @@ def check(made: GrowingTable, model: VocabularyModel) -> None:
 
 @settings(max_examples=examples(12), deadline=None)
 @given(st.lists(st.lists(IDS, min_size=6, max_size=6), min_size=1, max_size=6))
-def test_it_is_as_the_model(trained: tuple[GrowingTable, Any], batches: list[list[int]]) -> None:
+def test_random_steps_do_as_the_model(trained: tuple[GrowingTable, Any], batches: list[list[int]]) -> None:
     made, initial = trained
     made.clear(initial)
     model = made.model()
@@ -119,7 +119,7 @@ def test_the_time_of_a_step_does_not_depend_on_the_size_of_the_table() -> None:
     assert memory.temp_size_in_bytes < 1_000_000
 
 
-def test_several_lookups_of_a_step() -> None:
+def test_the_gradients_of_several_lookups_of_a_step_add_up() -> None:
     table = dflow.Embedding(8, 2, vocabulary=dflow.Vocabulary(bucket=8), name="looked up twice")
     optimizer = dflow.Optimizer(optax.sgd(1.0), [table])
 
@@ -136,7 +136,7 @@ def test_several_lookups_of_a_step() -> None:
     assert table.counts()[:4] == (4, 4, 3, 0)
 
 
-def test_wide_ids() -> None:
+def test_an_id_becomes_two_words_of_32_bits() -> None:
     wide = dflow.wide_ids(np.array([[2**40 + 5, -1]]))
     np.testing.assert_array_equal(wide.high, [[256, 2**32 - 1]])
     np.testing.assert_array_equal(wide.low, [[5, 2**32 - 1]])
@@ -161,7 +161,7 @@ OPTIMIZER = dflow.Optimizer(optax.sgd(0.1), [TABLE])
 PLAIN = dflow.Embedding(10, 2, name="plain_words")
 
 
-def test_no_ids() -> None:
+def test_a_lookup_of_no_ids_has_their_shape() -> None:
     assert TABLE(np.zeros((2, 0), np.int64)).shape == (2, 0, 2)
     assert TABLE.find([]).shape == (0,)
 
@@ -254,6 +254,6 @@ def test_a_copy_in_each_worker_is_refused() -> None:
         ),
     ],
 )
-def test_mistakes(use: Any, error: type[Exception], message: str) -> None:
+def test_what_a_vocabulary_cannot_do_is_refused(use: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         use()
