@@ -70,7 +70,8 @@ from dflow.training.checkpoint_manager import CheckpointManager
 from dflow.training.generator import Generator
 from dflow.training.optimizer import Optimizer
 from dflow.training.restore_report import RestoreReport
-from dflow.training.saving import restore, save
+from dflow.training.restoring import restore
+from dflow.training.saving import save
 from dflow.training.sharded_updates import ShardedUpdateWarning
 
 __all__ = [

@@ -24,7 +24,6 @@ from tests.structure import (
 LONG = {
     "tracing/jax_frontend.py",
     "dflow/training/optimizer.py",
-    "dflow/training/saving.py",
     "distributed/coordinator/coordinator_state.py",
     "distributed/training/step_ledger.py",
     "distributed/task/task_server.py",
@@ -33,7 +32,7 @@ LONG = {
 MOST_FILES = 22
 #: Figures of `python -m tests.structure` that may fall and not rise: who lowers one lowers its limit here.
 MOST_CLASSES_PER_1000_LINES = 12.2
-MOST_LONE_PROTOCOLS = 16
+MOST_LONE_PROTOCOLS = 15
 MOST_DELEGATIONS = 88
 MOST_LINES_OF_TESTS = 97_200
 

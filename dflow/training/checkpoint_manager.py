@@ -29,9 +29,11 @@ from dflow.tracing.near_names import did_you_mean, suggests_keywords
 from dflow.training.background_save import BackgroundSave
 from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this_process
 from dflow.training.group_saving import agreed_steps, check_seen, group_of, restored_together
+from dflow.training.named_arrays import Names, named_variables
+from dflow.training.restoring import restore_named
 from dflow.training.retention import Best, Checkpoint, Retention
 from dflow.training.save_schedule import RunRecord, SaveSchedule
-from dflow.training.saving import Names, WriteCheckpoint, captured, given_place, named_variables, restore_named
+from dflow.training.saving import WriteCheckpoint, captured, given_place
 from dflow.training.shared_progress import SharedProgress
 
 LOGGER = logging.getLogger("dflow")

@@ -16,7 +16,7 @@ import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import memory_cluster
 from dflow.training import checkpoint_manager, shared_progress
-from dflow.training.saving import restore_named
+from dflow.training.restoring import restore_named
 from dflow.training.shared_progress import SharedProgress
 from tests.dflow.training.managed_run import DEADLINE_S, held_saves, steps_in
 

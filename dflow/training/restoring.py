@@ -1,0 +1,193 @@
+"""`dflow.restore`: read a program's state back.
+
+Invariant: a restore changes all of a process's variables or none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+import msgspec
+
+from dflow.lowering.files.array_manifest import damaged
+from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.saved_arrays import SavedArrays, open_arrays
+from dflow.lowering.state_backend import StateBackend
+from dflow.lowering.values.conversion import can_convert
+from dflow.tracing.errors import CheckpointError
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.primitives.namesakes import use_beside_namesakes
+from dflow.tracing.source import at, caller
+from dflow.training.group_saving import group_of, restored_together
+from dflow.training.named_arrays import NamedArray, Names, arrays_by_backend, named_variables, variables_of
+from dflow.training.restore_report import DIFFERENCES, RestoreReport
+from dflow.training.saving import given_place
+
+#: Most attempts of a restore; each retry is because the checkpoint was replaced during the read.
+_ATTEMPTS = 5
+#: Remedy for arrays of the reverse shape, as PyTorch's linear layers have.
+_TURNED = (
+    "\n  where an array is transposed, as in files of PyTorch, restore it into a variable of its shape, and assign "
+    "that one's transpose: variable.assign(other.T)"
+)
+
+
+@suggests_keywords
+def restore(
+    path: str | os.PathLike[str],
+    variables: Any,
+    *,
+    strict: bool = True,
+    ignore: Collection[str] = (),
+    names: Names | None = None,
+    cast: bool = False,
+) -> RestoreReport:
+    """Set variables to the values that `save` wrote, all at one moment; return a report.
+
+    path, variables, names  as for `save`
+    strict  whether the checkpoint and the variables must have the same arrays; if False, restore the arrays that match
+    ignore  differences to allow although `strict` is True: "missing" (a variable without an array in the checkpoint),
+            "unexpected" (an array without a variable), "changed" (a different shape, dtype or generator algorithm)
+    cast    whether arrays of another dtype than their variables are converted, such as float16 to float32, with
+            rounding; not floating-point numbers to integers, nor complex ones to real ones
+
+    Each variable keeps its own sharding. All arrays are read and checked before any variable changes, so an error
+    leaves every variable as it was; only TaskLost, on a cluster, may leave those of other tasks restored. Generators
+    continue from their saved state. Variables of `AllReduce` are restored by all workers, and compared.
+
+    Raises NoCheckpoint if `path` has none. Raises CheckpointError inside traced code, with a table for differences that
+    are not allowed, or if the checkpoint keeps being replaced during the read; DamagedCheckpoint for a damaged
+    array or manifest, which it names.
+    """
+    given: Any = ignore
+    if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
+        raise CheckpointError(f"restore was given ignore={ignore!r}", f"give it some of {list(DIFFERENCES)}")
+    place = given_place(path, "restore")
+    named = named_variables(variables, names, "restore")
+
+    def work(before_set: Callable[[], None]) -> RestoreReport:
+        return restore_named(place, named, ignore if strict else DIFFERENCES, casts=cast, before_set=before_set)
+
+    group = group_of(variables_of(named))
+    return work(lambda: None) if group is None else restored_together(group, place, [*variables_of(named)], work)
+
+
+def restore_named(
+    place: Place,
+    named: Mapping[str, NamedArray],
+    ignore: Collection[str] = (),
+    of: Callable[[StateBackend], bool] = lambda backend: True,
+    *,
+    casts: bool = False,
+    before_set: Callable[[], None] = lambda: None,
+) -> RestoreReport:
+    """As `restore`, for the variables of those backends that are `of` it; all are compared with the checkpoint.
+
+    before_set  called when all values are read, before the first is set
+    """
+    for _ in range(_ATTEMPTS):
+        files = open_arrays(place)
+        named = {_stored(name, files.types): entry for name, entry in named.items()}
+        report = _compared(files, named, casts)
+        if refused := report.refused(ignore):
+            raise CheckpointError(_differs(files, named, report, refused))
+        restored = {name: named[name] for name in report.restored}
+        if _restored(files, restored, of, before_set):
+            use_beside_namesakes(variables_of(restored))
+            for variable in variables_of(restored):
+                if of(cast(StateBackend, variable.home)):
+                    variable.hooks.restored()
+            return report
+    raise CheckpointError(
+        f"{place} was replaced {_ATTEMPTS} times while it was read",
+        "save less often to one path, or to a new path each time",
+    )
+
+
+def _stored(name: str, types: Mapping[str, ArrayType]) -> str:
+    """Return the name of an array in a checkpoint with these: one beside another array may have its `.orbax` key."""
+    parent, _, last = name.rpartition("/")
+    key = f"{parent}.{last}"
+    return key if parent in types and name not in types and key in types else name
+
+
+def _restored(
+    files: SavedArrays,
+    named: Mapping[str, NamedArray],
+    of: Callable[[StateBackend], bool],
+    before_set: Callable[[], None],
+) -> bool:
+    """Read and set the variables. Return False, with nothing set, if the checkpoint was replaced meanwhile."""
+    with ExitStack() as stack:
+        try:
+            settings = [
+                stack.enter_context(backend.restoring(files, here))
+                for backend, here in arrays_by_backend(named).items()
+                if of(backend)
+            ]
+        except CheckpointError:
+            if not files.is_replaced():
+                raise
+            return False
+        if files.is_replaced():
+            return False
+        before_set()
+        for set_all in settings:
+            set_all()
+    return True
+
+
+def _compared(files: SavedArrays, named: Mapping[str, NamedArray], cast: bool) -> RestoreReport:
+    """Return how a checkpoint and variables agree and differ; with `cast`, other dtypes may be converted."""
+    impls = _implementations(files)
+    changed: dict[str, tuple[str, str]] = {}
+    converted: dict[str, tuple[str, str]] = {}
+    for name, entry in named.items():
+        saved, held = files.types.get(name), entry.type
+        # A plain variable may be restored from a generator of any algorithm.
+        impl = impls.get(name, "") if entry.impl else ""
+        if saved is not None and (saved != held or impl not in ("", entry.impl)):
+            is_cast = cast and not entry.impl and _differs_by_dtype(saved, held)
+            (converted if is_cast else changed)[name] = _described(saved, impl), _described(held, entry.impl)
+    return RestoreReport(
+        restored=tuple(name for name in named if name in files.types and name not in changed),
+        missing={name: str(entry.type) for name, entry in named.items() if name not in files.types},
+        unexpected={name: str(type) for name, type in files.types.items() if name not in named},
+        changed=changed,
+        converted=converted,
+    )
+
+
+def _differs_by_dtype(saved: ArrayType, held: ArrayType) -> bool:
+    """Whether an array may be converted to the type of a variable."""
+    return saved.shape == held.shape and can_convert(saved.dtype, held.dtype)
+
+
+def _implementations(files: SavedArrays) -> dict[str, str]:
+    """Return the algorithm of each saved generator, by array name. Raises CheckpointError for damaged metadata."""
+    try:
+        return msgspec.convert(files.metadata.get("generators", {}), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise damaged(files.path, f"generators: {error}") from error
+
+
+def _described(type: ArrayType, impl: str) -> str:
+    return f"{type} of {impl}" if impl else str(type)
+
+
+def _differs(files: SavedArrays, named: Mapping[str, NamedArray], report: RestoreReport, refused: list[str]) -> str:
+    """Return the error for differences of the kinds `refused`, with the remedies."""
+    pairs = [(files.types[name], named[name].type) for name in report.changed]
+    by_dtype = [saved != held and _differs_by_dtype(saved, held) for saved, held in pairs]
+    turned = [saved.shape != held.shape and saved.shape == held.shape[::-1] for saved, held in pairs]
+    return (
+        f"{files.path} and the variables differ, and nothing is restored{at(caller())}\n{report}\n"
+        f"  to restore the arrays that fit, call dflow.restore with ignore={refused!r}; "
+        "where names differ alone, give names="
+        f"{'; where dtypes differ alone, give cast=True' if any(by_dtype) else ''}"
+        f"{_TURNED if any(turned) else ''}"
+    )
