@@ -30,7 +30,7 @@ from dflow.lowering.files.divided_array import DividedArray
 from dflow.tables.shard_layout import DIVISIONS, ShardLayout
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.ir.types import ArrayType
-from dflow.training import saving
+from dflow.training import named_arrays
 from tests.effort import examples
 from tests.lowering.files.written_arrays import write_arrays
 
@@ -280,7 +280,7 @@ def test_a_save_of_some_shards_is_refused(tmp_path: Path) -> None:
 
 def test_shards_on_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = dflow.ShardedVariable(jnp.ones(SHAPE), shards=2, name="spread")
-    monkeypatch.setattr(saving, "is_divided", lambda variable: variable.name == "spread/1")
+    monkeypatch.setattr(named_arrays, "is_divided", lambda variable: variable.name == "spread/1")
     with pytest.raises(dflow.CheckpointError, match=r"array 'spread': .* got parts of 'spread/1'"):
         dflow.save(tmp_path / "c", table)
 

@@ -22,7 +22,7 @@ from dflow.lowering.files.array_files import read_arrays
 from dflow.state_backends import LOCAL
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import CheckpointError, VariableError
-from dflow.training import saving
+from dflow.training import restoring
 from tests.dflow.training.scaled_model import same, scaled_model
 
 #: A second set of variables with the same names stands for those of a restarted program.
@@ -290,7 +290,7 @@ def test_a_restore_that_fails_on_one_process_of_a_group_changes_no_variable(
             events.append(what.partition(" (")[2])
             return [text, "" if is_ours else '[2, "its disk is gone"]']
 
-    monkeypatch.setattr(saving, "group_of", lambda variables: Group())
+    monkeypatch.setattr(restoring, "group_of", lambda variables: Group())
     saved = tmp_path / ("other" if is_ours else "saved")
     with pytest.raises(dflow.CheckpointError, match="other" if is_ours else "worker:1: its disk is gone"):
         dflow.restore(saved, [w])
