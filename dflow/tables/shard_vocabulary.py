@@ -80,8 +80,8 @@ class ShardVocabulary(VariableHooks):
         self._ids, self._born, self._seen = saved["ids"], saved["born"], saved["seen"]
         self._row_count = shard.shape[0]
         self._own_buckets = self._row_count // (config.bucket + 1)
-        #: The optimizers that the shard has slots in, whose rows begin again with those of the shard.
-        self._optimizers: list[weakref.ref[Any]] = []
+        #: The slots of the shard's optimizers, whose rows begin again with those of the shard.
+        self._slots: list[weakref.ref[Any]] = []
 
     def find(self, ids: Any, count: Any) -> ShardRows:
         """Return the rows of ids, u32[n, 2]; the first `count` count."""
@@ -109,9 +109,9 @@ class ShardVocabulary(VariableHooks):
             indices, rows = jax.lax.optimization_barrier((found.indices, found.rows))
         return RowsFound(indices, rows, found.once)
 
-    def note_slots(self, optimizer: Any) -> None:
+    def note_slots(self, slots: Any) -> None:
         """See `VariableHooks`."""
-        self._optimizers.append(weakref.ref(optimizer))
+        self._slots.append(weakref.ref(slots))
 
     def refuse_nothing_found(self) -> None:
         """See `VariableHooks`."""
@@ -249,8 +249,8 @@ class ShardVocabulary(VariableHooks):
         values = jnp.zeros((blocks * BLOCK, *self._shard.shape[1:]), self._shard.dtype)
         _, values = jax.lax.while_loop(lambda state: state[0] * BLOCK < ranks[-1], block, (jnp.int32(0), values))
         self._shard.scatter_update(rows, values)
-        for optimizer in filter(None, (reference() for reference in self._optimizers)):
-            for slot, initial in optimizer.initial_rows(self._shard, values):
+        for slots in filter(None, (reference() for reference in self._slots)):
+            for slot, initial in slots.initial_rows(self._shard, values):
                 slot.scatter_update(rows, initial)
 
     def _clock(self) -> Any:

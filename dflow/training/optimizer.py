@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -14,40 +11,21 @@ import optax
 
 from dflow.calls.function import jit
 from dflow.distributed.training.applying import current_applier, refuse_own_variables
-from dflow.tracing.derivatives.uncalled import refuse_uncalled
 from dflow.tracing.devices.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import is_tracing
-from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.names_of_values import variable_differentiated
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.own_scopes import own_scope
-from dflow.tracing.path_names import path_name
-from dflow.tracing.rare_collections import rare_collections
 from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.source import at, caller
-from dflow.tracing.state.container import uncontained
-from dflow.tracing.state.initial_value import Initial
 from dflow.tracing.state.resources import Variable, add_update, is_variable, read
-from dflow.tracing.state.variable_trees import structure_text
 from dflow.tracing.state.wire import check_codec, wire
 from dflow.training.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
+from dflow.training.given_gradients import flat_gradients, listed
 from dflow.training.optimizer_name import derived_name
 from dflow.training.optimizer_settings import settings_of
+from dflow.training.optimizer_slots import OptimizerSlots, structs_of
 from dflow.training.sharded_updates import on_shards
-from dflow.training.slot_initials import initials_of
-
-#: A path in a pytree.
-_Path = tuple[Any, ...]
-
-_REMEDY = "differentiate with respect to the very variables the optimizer was made for"
-
-_PAIR = (
-    "take the pair apart:\n"
-    "    value, gradients = dflow.value_and_grad(loss, variables)()\n"
-    "    optimizer.apply(gradients)"
-)
-
 
 #: Names that optimizers have in other frameworks, for `apply`.
 _APPLIES = ("update", "step", "minimize", "apply_gradients", "apply_updates")
@@ -102,10 +80,11 @@ class Optimizer:
         #: Whether the name was given, and not derived.
         self.is_named = name is not None
         self.name = name or derived_name(self._variables)
+        self._slots = OptimizerSlots(self._transformation, self.variables, self.name, self.is_named)
         #: The transformation's state, with variables for arrays.
-        self.slots = self._make_slots()
+        self.slots = self._slots.state
         for variable in self._variables:
-            variable.hooks.note_slots(self)
+            variable.hooks.note_slots(self._slots)
         #: The names of extra arguments with which the transformation was tried.
         self._checked: set[frozenset[str]] = set()
 
@@ -161,28 +140,6 @@ class Optimizer:
         own = f"wire: {self._codec!r}", f"lazy_rows: {self._lazy_rows}"
         return (*own, *settings_of(self._transformation))
 
-    def initial_rows(self, variable: Variable, rows: Any) -> list[tuple[Variable, Any]]:
-        """Return the slots that have rows of a variable, each with its initial rows for those of the variable.
-
-        Raises VariableError for a slot of the variable that has no row for each of the variable's.
-        """
-        parameters = [rows if one is variable else jnp.zeros(one.shape, one.dtype) for one in self._variables]
-        initial = jax.tree_util.tree_leaves(self._transformation.init(self._tree.unflatten(parameters)))
-        slots = jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable)
-        own = [
-            (slot, value)
-            for slot, owner, value in zip(slots, self._slot_owners, initial, strict=True)
-            if owner is variable
-        ]
-        for slot, value in own:
-            if slot.shape[:1] != variable.shape[:1] or value.shape != (*rows.shape[:1], *slot.shape[1:]):
-                raise VariableError(
-                    f"slot {slot.name!r} of {slot.shape}: expected a row for each of {variable.name!r}, whose rows "
-                    f"begin again for other ids",
-                    "take a transformation that treats rows alike, such as optax.adagrad or optax.adam",
-                )
-        return own
-
     def _found_by_variable(self, found: Any) -> dict[Variable, list[Any]]:
         """Return what was found in each variable that `found` is about. Raises GraphTypeError if one needs more."""
         by_variable: dict[Variable, list[Any]] = {}
@@ -223,7 +180,7 @@ class Optimizer:
                 self._tree.unflatten([v.read() for v in self._variables]),
                 **extra,
             )
-            slots = self._slots_of(state)
+            values = self._slots.values_in(state)
             #: For some variables, a mask of the rows that are updated.
             masks: dict[Variable, Any] = {}
             applied: dict[Variable, Any] = {}
@@ -239,24 +196,9 @@ class Optimizer:
                     changed = jnp.where(mask, changed, 0)
                 applied[variable] = changed
                 add_update(variable, changed)
-            for slot, owner, value in zip(slots, self._slot_owners, jax.tree_util.tree_leaves(state), strict=True):
-                mask = None if owner is None or not _has_its_rows(slot, owner) else masks.get(owner)
-                slot.assign(value if mask is None else jnp.where(mask, value, slot.read()))
+            self._slots.assign(values, masks)
             for variable, looked in found.items():
                 variable.hooks.admit(looked, applied[variable])
-
-    def _slots_of(self, state: Any) -> list[Variable]:
-        """Return the slots in the order of the arrays of a new state. Raises GraphTypeError for another structure."""
-        slots: list[Variable]
-        slots, tree = jax.tree_util.tree_flatten(self.slots, is_leaf=is_variable)
-        given: Any = jax.tree_util.tree_structure(state)
-        if given != tree:
-            raise GraphTypeError(
-                f"the transformation's state: expected the structure that init gave it, {structure_text(tree)}, got "
-                f"{structure_text(given)}",
-                "give the optimizer a transformation whose update keeps the structure of its state",
-            )
-        return slots
 
     def __getattr__(self, name: str) -> NoReturn:
         remedy = ""
@@ -272,149 +214,31 @@ class Optimizer:
     @functools.cached_property
     def _takes_examples(self) -> bool:
         """Whether the transformation takes a gradient for each example and gives one update, as `contrib.dpsgd`."""
-        parameters = self._structs()
+        parameters = structs_of(self.variables)
         examples = jax.tree_util.tree_map(
             lambda struct: jax.ShapeDtypeStruct((2, *struct.shape), struct.dtype), parameters
         )
         try:
-            updates, _ = jax.eval_shape(self._transformation.update, examples, self._state_structs(), parameters)
+            updates, _ = jax.eval_shape(self._transformation.update, examples, structs_of(self.slots), parameters)
         except Exception:  # of any kind: each transformation has its own for shapes that it does not take
             return False
         return [update.shape for update in self._tree.flatten_up_to(updates)] == [v.shape for v in self._variables]
 
-    def _structs(self) -> Any:
-        return self._tree.unflatten([variable.type.struct for variable in self._variables])
-
-    def _state_structs(self) -> Any:
-        return jax.tree_util.tree_map(lambda slot: slot.type.struct, self.slots, is_leaf=is_variable)
+    def _flat(self, gradients: Any) -> list[Any]:
+        return flat_gradients(gradients, self._variables, self._tree, self.name, lambda: self._takes_examples)
 
     def _check_extra(self, extra: dict[str, Any]) -> None:
         """Check the extra arguments, once for each set of names."""
         names = frozenset(extra)
         if names not in self._checked:
-            structs = self._structs()
-            check_extra(self._transformation.update, extra, (structs, self._state_structs(), structs))
+            structs = structs_of(self.variables)
+            check_extra(self._transformation.update, extra, (structs, structs_of(self.slots), structs))
             self._checked.add(names)
-
-    def _flat(self, gradients: Any) -> list[Any]:
-        """Return the gradients in a list, one for each variable. Raises GraphTypeError."""
-        refuse_uncalled("apply", gradients)
-        given: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
-        if held := list(filter(is_variable, jax.tree_util.tree_leaves(gradients))):
-            raise GraphTypeError(
-                f"apply: expected a gradient, got variable {held[0].name!r}",
-                f"{_REMEDY}, by dflow.grad(loss, variables)",
-            )
-        if given != self._tree:
-            if isinstance(gradients, tuple) and given.num_leaves > 1 and given.children()[1:] == [self._tree]:
-                raise GraphTypeError(
-                    "apply: expected gradients, got a pair whose second part fits the variables", _PAIR
-                )
-            if given == jax.tree_util.tree_structure(0) and jnp.shape(gradients) == ():
-                raise GraphTypeError(
-                    f"apply: expected gradients of {len(self._variables)} variables, got a scalar, such as a loss",
-                    "write value, gradients = dflow.value_and_grad(loss, variables)() and apply the gradients",
-                )
-            raise self._other_variables(gradients)
-        flat = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
-        for variable, gradient in zip(self._variables, flat, strict=True):
-            shape = gradient.shape if is_row_gradient(gradient) else jnp.shape(gradient)
-            if shape != variable.shape and not (shape[1:] == variable.shape and self._takes_examples):
-                raise GraphTypeError(
-                    f"the gradient of variable {variable.name!r} has the shape {shape}, but the variable "
-                    f"{variable.shape}",
-                    _REMEDY,
-                )
-        return flat
-
-    def _other_variables(self, gradients: Any) -> GraphTypeError:
-        """The error for gradients of another structure, which names the variables in question where it knows them."""
-        flat = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
-        names, given = [variable.name for variable in self._variables], [*map(variable_differentiated, flat)]
-        if None not in given:
-            strangers = [name for name in given if name not in names]
-            missing = [name for name in names if name not in given]
-            what = f"it has no variable {', '.join(map(repr, strangers))}" if strangers else ""
-            what = what or f"that of {', '.join(map(repr, missing))} is missing" if missing else what
-            if what:
-                return GraphTypeError(
-                    f"apply: expected the gradients of {self.name!r}, of {_listed(names)}, got those of "
-                    f"{_listed(given)}: {what}",
-                    f"make the optimizer of all variables that the loss is differentiated by, or\n  {_REMEDY}",
-                )
-        tree: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
-        return GraphTypeError(
-            f"the gradients have the structure {structure_text(tree)}, but the variables {structure_text(self._tree)}",
-            _REMEDY,
-        )
 
     def __repr__(self) -> str:
         count = len(jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable))
-        names = _listed([variable.name for variable in self._variables])
+        names = listed([variable.name for variable in self._variables])
         return f"<Optimizer {self.name!r} of {names}: {count} slot{'' if count == 1 else 's'}>"
-
-    @rare_collections
-    def _make_slots(self) -> Any:
-        state = jax.eval_shape(self._transformation.init, self._structs())
-        owners = self._slot_owners = self._owners(state)
-        initials = self._initials()
-        flat, _ = jax.tree_util.tree_flatten_with_path(state)
-        with contextlib.ExitStack() as stack:
-            for home in {variable.home for variable in self._variables}:
-                stack.enter_context(home.together())
-            slots = [
-                Variable(initial, name=f"{self.name}/{self._slot_name(path, owner)}", near=owner)
-                for (path, _), owner, initial in zip(flat, owners, initials, strict=True)
-            ]
-        for slot, owner in zip(slots, owners, strict=True):
-            slot.is_named = self.is_named and (owner is None or owner.is_named)
-        _divide([path[:-1] for path, _ in flat], slots, owners)
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), slots)
-
-    def _slot_name(self, path: _Path, owner: Variable | None) -> str:
-        """Return the path in the state, with the owner's name in place of the owner's path: `0/mu/dense/kernel`."""
-        if owner is None:
-            return path_name(path)
-        inner = next(end for end in _suffixes(path) if self._at.get(end) is owner)
-        return path_name((*path[: len(path) - len(inner)], jax.tree_util.DictKey(uncontained(owner.name))))
-
-    def _owners(self, state: Any) -> list[Variable | None]:
-        """Return, for each array of the state, the variable that it belongs to, as far as optax knows.
-
-        That is the variable whose path in the parameters ends the array's path; the longest such path counts.
-        """
-        flat, _ = jax.tree_util.tree_flatten_with_path(state)
-        owners = [next((self._at[end] for end in _suffixes(path) if end in self._at), None) for path, _ in flat]
-        marks = _parameter_marks(self._transformation, state)
-        if marks is None:
-            marks = [
-                owner is not None and leaf.shape[leaf.ndim - owner.ndim :] == owner.shape
-                for owner, (_, leaf) in zip(owners, flat, strict=True)
-            ]
-        return [owner if marked else None for owner, marked in zip(owners, marks, strict=True)]
-
-    @functools.cached_property
-    def _at(self) -> dict[_Path, Variable]:
-        """The variables by their paths."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(self._tree.unflatten(self._variables), is_leaf=is_variable)
-        return dict(flat)
-
-    def _initials(self) -> list[Initial]:
-        """Return the initial value of each array of the state.
-
-        One that does not depend on the parameters, such as a zero momentum, is made by ops; another is computed from
-        their values, unless the slot exists.
-        """
-        graph = trace(self._initial_state, (), {}).graph
-        return [*initials_of(graph, lambda: jax.tree_util.tree_leaves(self._initial_state()))]
-
-    def _initial_state(self) -> Any:
-        return self._transformation.init(self._tree.unflatten([variable.read() for variable in self._variables]))
-
-
-def _listed(names: Sequence[Any]) -> str:
-    """The names for a message; of many, the first ones."""
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _check_transformation(given: Any, variables: Any) -> None:
@@ -436,41 +260,6 @@ def _is_transformation(value: Any) -> bool:
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
-def _parameter_marks(transformation: Any, state: Any) -> list[bool] | None:
-    """Return, for each array of the state, whether it is like a parameter; None where optax cannot tell.
-
-    optax calls `init` with placeholders to tell. `init` of `optax.lbfgs` and `optax.flatten` needs arrays.
-    """
-    try:
-        marked = optax.tree_utils.tree_map_params(
-            transformation, lambda _: True, state, transform_non_params=lambda _: False
-        )
-    except Exception:  # of any kind: a foreign `init` fails in its own way
-        return None
-    marks: list[bool] = jax.tree_util.tree_leaves(marked)
-    return marks
-
-
-def _divide(tables: Sequence[_Path], slots: Sequence[Variable], owners: Sequence[Variable | None]) -> None:
-    """Have the slots of a sharded variable divide an array as the shards do, if all have the shapes of their shards.
-
-    tables  for each slot, the path in the state that leads to those of all shards
-    """
-    found: dict[_Path, list[tuple[Variable, Variable]]] = defaultdict(list)
-    for table, slot, owner in zip(tables, slots, owners, strict=True):
-        if owner is not None and owner.part is not None:
-            found[table].append((slot, owner))
-    for pairs in found.values():
-        if all(slot.shape == owner.shape for slot, owner in pairs):
-            for slot, owner in pairs:
-                slot.part = owner.part
-
-
-def _has_its_rows(slot: Variable, owner: Variable) -> bool:
-    """Whether a slot has a row for each row of its variable, which other rows do not change."""
-    return slot.ndim == owner.ndim and slot.shape[:1] == owner.shape[:1]
-
-
 def _touched_rows(variable: Variable, gradient: Any) -> Any:
     """Return a mask of the rows that are not all zero, in a gradient or in any of the gradients of examples.
 
@@ -480,8 +269,3 @@ def _touched_rows(variable: Variable, gradient: Any) -> Any:
     if is_moved.ndim > variable.ndim:
         is_moved = is_moved.any(axis=0)
     return jnp.any(is_moved, axis=tuple(range(1, variable.ndim)), keepdims=True)
-
-
-def _suffixes(path: _Path) -> Iterator[_Path]:
-    """Yield every suffix of a path, the longest first."""
-    return (path[first:] for first in range(len(path) + 1))

@@ -28,8 +28,8 @@ class VariableHooks:
         """Return the rows of a gradient of the variable as an update takes them."""
         return found
 
-    def note_slots(self, optimizer: Any) -> None:
-        """Note that an optimizer has made slots of the variable, whose rows it gives by `initial_rows`."""
+    def note_slots(self, slots: Any) -> None:
+        """Note the `OptimizerSlots` of an optimizer of the variable."""
 
     def refuse_nothing_found(self) -> None:
         """Raise GraphTypeError if an update needs to know what the lookups found."""
