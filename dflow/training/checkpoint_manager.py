@@ -12,29 +12,26 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
-from dflow.distributed.collectives.process_group import current_group
 from dflow.distributed.process.termination import Terminated
 from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.owned_folder import whole_place
-from dflow.lowering.state_backend import StateBackend
-from dflow.state_backends import by_backend
-from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, DflowError, NoCheckpoint
+from dflow.tracing.errors import CheckpointError, DflowError
 from dflow.tracing.near_names import did_you_mean, suggests_keywords
 from dflow.training.background_save import BackgroundSave
 from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this_process
-from dflow.training.group_saving import agreed_steps, check_seen, group_of, restored_together
+from dflow.training.group_saving import check_seen
 from dflow.training.named_arrays import Names, named_variables
-from dflow.training.restoring import restore_named
+from dflow.training.resuming import resume
 from dflow.training.retention import Best, Checkpoint, Retention
+from dflow.training.save_roles import role_of
 from dflow.training.save_schedule import RunRecord, SaveSchedule
 from dflow.training.saving import WriteCheckpoint, captured, given_place
-from dflow.training.shared_progress import SharedProgress
 
 LOGGER = logging.getLogger("dflow")
 
@@ -84,23 +81,11 @@ class CheckpointManager:
         period = None if keep_one_per is None else _period("keep_one_per", keep_one_per)
         self._retention = Retention(_positive("keep", keep), Best.parsed(best), period)
         self._schedule = SaveSchedule(every, _period("mtbf", mtbf))
-        homes = by_backend({name: entry.variables[0] for name, entry in self._named.items()})
-        #: The processes that save together, each its own parts; None if this process has all variables, or tasks do.
-        self._group = group_of(one for entry in self._named.values() for one in entry.variables)
-        #: The processes that restore together, since each has its own variables.
-        self._peers = current_group() if any(home.is_local for home in homes) else None
-        self._is_saver = all(home.is_saver for home in homes) if self._peers is None else self._peers.rank == 0
-        if self._group is not None and not isinstance(every, int):
-            raise CheckpointError(
-                f"every: expected a number of steps, at which all processes save together, got {every!r}",
-                "give it like every=100",
-            )
-        # A group that is started again begins at its checkpoint, whatever its tasks have.
-        is_resumed_by_tasks = self._peers is None
-        on_tasks = [
-            next(iter(here.values())) for home, here in homes.items() if not home.is_local and is_resumed_by_tasks
-        ]
-        self._progress = SharedProgress(on_tasks[0], self._folder.path) if on_tasks else None
+        #: When `step` saves, as given.
+        self.every = every
+        self._role = role_of(self._named, self._folder.path, every)
+        #: Whether worker 0 saves for the other workers, on which `save` does nothing.
+        self.is_shared = self._role.is_shared
         self._save: BackgroundSave | None = None
         self._is_closed = self._is_reported = False
         self._record = RunRecord()
@@ -108,7 +93,7 @@ class CheckpointManager:
         self._ran_s = 0.0
         #: Number of the next step: one after the restored one, or 0. Where the tasks have the state of a snapshot, one
         #: after the last step saved before it: the run of a strategy, which counts its steps itself, may be further.
-        self.next_step = self._first_step()
+        self.next_step = self._resume()
         #: The last step whose save was begun, and the last one whose checkpoint is complete.
         self._last = self._complete = self.next_step - 1
         #: The arguments of the last call of `step`.
@@ -122,11 +107,6 @@ class CheckpointManager:
         return self.next_step - 1 if self.next_step else None
 
     @property
-    def every(self) -> int | timedelta | str:
-        """When `step` saves, as given."""
-        return self._schedule.every
-
-    @property
     def best_metric(self) -> str | None:
         """The metric of `best=`, if given."""
         return self._retention.best.metric if self._retention.best else None
@@ -134,13 +114,8 @@ class CheckpointManager:
     @property
     def last_step(self) -> int:
         """The last step whose save was begun, on a cluster by worker 0; -1 without any. Other workers ask a task."""
-        shared = None if self._is_saver or self._progress is None else self._progress.next_step()
+        shared = None if self._role.is_saver else self._role.next_step()
         return self._last if shared is None else shared - 1
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether worker 0 saves for the other workers, on which `save` does nothing."""
-        return self._progress is not None
 
     @property
     def interval_s(self) -> float | None:
@@ -161,7 +136,8 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Return whether `step` would save now. Not while a save runs: the next one starts after its end."""
         self._check()
-        if self._group is None and (not self._is_saver or (self._save is not None and self._save.is_running)):
+        is_busy = self._save is not None and self._save.is_running
+        if not self._role.is_together and (is_busy or not self._role.is_saver):
             return False
         return self._schedule.is_due(int(step), self._last, time.monotonic() - self._saved_s, self.interval_s)
 
@@ -169,7 +145,7 @@ class CheckpointManager:
         """Save if it is time to, beside training; return whether a save has begun. Call it after each step."""
         self._noted = int(step), metrics
         is_due = self.should_save(step)
-        if is_due and self._group is not None:
+        if is_due and self._role.is_together:
             self.save(step, metrics)  # waits for an earlier save: all processes save at the same steps
         elif is_due:
             self._begin(step, metrics)
@@ -187,13 +163,13 @@ class CheckpointManager:
         last one.
         """
         self.wait()
-        if self._is_saver or self._group is not None:
+        if self._role.is_saver or self._role.is_together:
             self._begin(step, metrics, extra)
 
     def passed(self, step: int) -> None:
         """Note that `step`, which was saved before the tasks returned to a snapshot, is done again."""
-        if self._is_saver and self._progress is not None and (self._progress.next_step() or 0) <= step:
-            self._progress.set(step + 1)
+        if self._role.is_saver and (self._role.next_step() or 0) <= step:
+            self._role.set_next_step(step + 1)
 
     def wait(self) -> None:
         """Wait until the running save, if any, is on the disk. Raises CheckpointError if it fails."""
@@ -221,26 +197,13 @@ class CheckpointManager:
             if isinstance(error, Terminated):  # whose notes are not printed
                 LOGGER.error("the last step was not saved: %s", failure)
 
-    def _first_step(self) -> int:
-        """Restore the newest checkpoint, or wait until worker 0 has; return the next step."""
-        if self._peers is not None and not self._is_saver:
-            restored = self._restored()
-            return 0 if restored is None else restored + 1
-        return self._resume() if self._is_saver or self._progress is None else self._progress.wait(self.timeout_s)
-
     def _resume(self) -> int:
-        """Restore the newest checkpoint, and return the next step."""
+        """Restore the newest checkpoint, or wait until worker 0 has; return the next step."""
+        if not self._role.is_saver:
+            return resume(self._folder, self._named, self._role, self.timeout_s)
         self._folder.lock()
         try:
-            found = self._progress.next_step() if self._progress else None
-            if found is None:
-                restored = self._restored()
-                found = 0 if restored is None else restored + 1
-                if self._progress is not None:
-                    self._progress.set(found)
-            else:
-                self._set_undone_aside(found)
-                self._restore_own(found)
+            found = resume(self._folder, self._named, self._role, self.timeout_s)
             self._ran_s = max((one.ran_s for one in self.checkpoints), default=0.0)
             self._record = self._folder.record().begun(this_process())
             self._folder.write_record(self._record)
@@ -248,85 +211,6 @@ class CheckpointManager:
             self._folder.release()
             raise
         return found
-
-    def _set_undone_aside(self, first: int) -> None:
-        """Free the steps from `first` on: the tasks have returned to a snapshot, and the run comes to them again."""
-        undone = [step for step in self._folder.steps() if step >= first]
-        places = [self._folder.set_aside(step, "undone") for step in undone]
-        if kept := [place for step, place in zip(undone, places, strict=True) if place == self._folder.place(step)]:
-            raise CheckpointError(
-                f"{kept[0]}: expected to rename it, since its step is done again, got a refusal", "move it elsewhere"
-            )
-        if undone:
-            LOGGER.warning(
-                "%s: the tasks have the state of a snapshot, and the run goes on from it; manager.next_step is %d, %s. "
-                "Checkpoints of later steps, which are done again, are set aside: %s",
-                *(self._folder.path, first, _why_first(first)),
-                ", ".join(_within(place, self._folder.path) for place in places),
-            )
-
-    def _restore_own(self, first: int) -> None:
-        """Restore the variables of this process, which the tasks do not have, from the newest checkpoint before a step.
-
-        Only where the tasks have theirs already.
-        """
-        own = [name for name, entry in self._named.items() if cast(StateBackend, entry.variables[0].home).is_local]
-        for step in reversed([step for step in self._folder.steps() if step < first] if own else []):
-            if not (fact := self._restore(step, lambda home: home.is_local)):
-                return
-            LOGGER.warning("%s is damaged: %s", self._folder.place(step), fact)
-        if own and first:
-            LOGGER.warning(
-                "%s: variables of this process have their initial values, since no checkpoint is before step %d: %s",
-                *(self._folder.path, first, ", ".join(own)),
-            )
-
-    def _restored(self) -> int | None:
-        """Restore the newest checkpoint that can be read; return its step, or None if there is no checkpoint."""
-        damaged: dict[int, str] = {}
-        steps = self._folder.steps()
-        for step in reversed(steps if self._peers is None else agreed_steps(self._peers, self._folder.path, steps)):
-            if fact := self._restore(step):
-                damaged[step] = fact
-                continue
-            if not self._is_saver:
-                return step
-            for other, fact in damaged.items():
-                LOGGER.warning(
-                    "step_%d is damaged, and step_%d is restored: %s; it stays as %s",
-                    *(other, step, fact, self._folder.set_aside(other, "damaged")),
-                )
-            LOGGER.info("%s is restored", self._folder.place(step))
-            return step
-        if damaged:
-            raise DamagedCheckpoint(
-                f"{self._folder.path}: expected a checkpoint that can be read, got: {next(iter(damaged.values()))}",
-                "put a copy of a checkpoint there, or give another folder to begin a new run",
-            )
-        return None
-
-    def _restore(self, step: int, of: Callable[[StateBackend], bool] | None = None) -> str:
-        """Restore a checkpoint, on all processes or on none; return why it cannot be read, empty if it is restored.
-
-        of  the backends whose variables are restored; by default all on one process, and the tasks' only there
-        """
-        place = self._folder.place(step)
-
-        def restore(before_set: Callable[[], None]) -> None:
-            restore_named(place, self._named, of=of or self._is_restored_here, before_set=before_set)
-
-        try:
-            if self._peers is None:
-                restore(lambda: None)
-            else:
-                variables = [one for entry in self._named.values() for one in entry.variables]
-                restored_together(self._peers, place, variables, restore)
-        except (DamagedCheckpoint, NoCheckpoint) as error:
-            return str(error).splitlines()[0]
-        return ""
-
-    def _is_restored_here(self, home: StateBackend) -> bool:
-        return home.is_local or self._is_saver
 
     def _begin(self, step: int, metrics: Mapping[str, Any] | None, extra: Mapping[str, float] | None = None) -> None:
         """Capture the values, and start the thread that writes them."""
@@ -337,8 +221,7 @@ class CheckpointManager:
         with ExitStack() as stack:
             channel, what = f"the saves in {self._folder.path}", f"the save of {self._folder.place(number)}"
             write = stack.enter_context(captured(self._named, what, channel=channel, timeout_s=self.timeout_s))
-            if self._progress is not None:
-                self._progress.set(number + 1)
+            self._role.set_next_step(number + 1)
             self._last, self._saved_s = number, began_s
             capture = stack.pop_all()
         self._save = BackgroundSave(
@@ -352,7 +235,7 @@ class CheckpointManager:
         with capture:
             write(self._opened(step), metadata)
         self._complete = step
-        if not self._is_saver:
+        if not self._role.is_saver:
             if not any(one >= step for one in self._folder.steps()):  # a later save may have deleted it
                 check_seen(self._folder.place(step))
             return
@@ -370,7 +253,7 @@ class CheckpointManager:
 
     def _set_record(self, record: RunRecord) -> None:
         self._record = record
-        if self._schedule.every == "auto" and record.save_s and not self._is_reported:
+        if self.every == "auto" and record.save_s and not self._is_reported:
             self._is_reported = True
             why = self._schedule.reason(record)
             LOGGER.info("%s: a save every %.3g s, since %s", self._folder.path, self.interval_s, why)
@@ -425,7 +308,7 @@ class CheckpointManager:
             self.wait()
         finally:
             self._is_closed = True
-            if self._is_saver and not has_failed:
+            if self._role.is_saver and not has_failed:
                 self._set_record(self._record.ended(time.monotonic() - self._started_s))
             self._folder.release()
 
@@ -437,15 +320,6 @@ def _left(folder: CheckpointFolder, process: int) -> None:
             with suppress(CheckpointError):
                 folder.write_record(folder.record().ended())
         folder.release()
-
-
-def _why_first(first: int) -> str:
-    """Say why `first` is the next step of a manager whose tasks have the state of a snapshot."""
-    return f"since step {first - 1} is the last one saved before it" if first else "since no step was saved before it"
-
-
-def _within(place: Place, folder: Place) -> str:
-    return str(place).removeprefix(f"{folder}/")
 
 
 def _positive(name: str, given: Any) -> int:

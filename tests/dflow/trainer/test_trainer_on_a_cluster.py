@@ -20,7 +20,7 @@ import dflow
 from dflow.distributed import Async, Sync
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
-from dflow.training.shared_progress import SharedProgress
+from dflow.training.save_roles import OnTasks
 from tests.distributed.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
@@ -262,9 +262,9 @@ def test_a_checkpoint_before_a_return_counts_when_its_steps_are_done_again(tmp_p
             self.cluster, self.next_steps = cluster, list[int | None]()
 
         def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> None:
-            progress = SharedProgress(program.w, tmp_path)
+            progress = OnTasks(program.w, tmp_path, is_saver=True)
             if steps == 6:
-                progress.set(0)
+                progress.set_next_step(0)
                 self.cluster.steps.undone += 1
             self.next_steps.append(progress.next_step())
 

@@ -13,7 +13,7 @@ import pytest
 
 import dflow
 from dflow.lowering.files.array_manifest import MANIFEST
-from dflow.training import checkpoint_manager, group_saving
+from dflow.training import group_saving, save_roles
 from tests.dflow.training.managed_run import Run, saved
 
 pytestmark = [
@@ -75,7 +75,7 @@ def folders(tmp_path: Path) -> list[Path]:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     found = Group()
-    monkeypatch.setattr(checkpoint_manager, "current_group", lambda: found)
+    monkeypatch.setattr(save_roles, "current_group", lambda: found)
     return found
 
 

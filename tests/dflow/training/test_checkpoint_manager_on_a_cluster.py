@@ -15,9 +15,9 @@ import pytest
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import memory_cluster
-from dflow.training import checkpoint_manager, shared_progress
+from dflow.training import resuming, save_roles
 from dflow.training.restoring import restore_named
-from dflow.training.shared_progress import SharedProgress
+from dflow.training.save_roles import OnTasks
 from tests.dflow.training.managed_run import DEADLINE_S, held_saves, steps_in
 
 # Two workers of one process make variables of one name, at different lines in one test.
@@ -90,12 +90,12 @@ def test_the_others_wait_until_the_state_is_restored(tmp_path: Path, monkeypatch
                 return manager.next_step, second.value
 
         def restores(*args: Any, **options: Any) -> Any:
-            assert SharedProgress(second.pair[0], tmp_path).next_step() is None
+            assert OnTasks(second.pair[0], tmp_path, is_saver=False).next_step() is None
             report = restore_named(*args, **options)
-            assert SharedProgress(second.pair[0], tmp_path).next_step() is None
+            assert OnTasks(second.pair[0], tmp_path, is_saver=False).next_step() is None
             return report
 
-        monkeypatch.setattr(checkpoint_manager, "restore_named", restores)
+        monkeypatch.setattr(resuming, "restore_named", restores)
         joining = pool.submit(joins)
         with first.manager(tmp_path):
             assert joining.result(DEADLINE_S) == (5, 5.0)
@@ -172,7 +172,7 @@ def test_a_worker_names_worker_0_when_it_waits_too_long(tmp_path: Path, monkeypa
         def sleep(self, seconds: float) -> None:
             self.now_s += 10 * seconds
 
-    monkeypatch.setattr(shared_progress, "time", Clock())
+    monkeypatch.setattr(save_roles, "time", Clock())
     with two_workers() as (_, second):
         says = r"expected worker 0 to restore the state within 3 s, and it has not\n  at .*\n  make the same"
         with pytest.raises(dflow.DeadlineExceeded, match=says):
