@@ -1,6 +1,6 @@
 """The value of one variable, and the values that one step keeps from call to call.
 
-Invariant: a value's holder is known at every line, since an interrupt or a signal handler may come at any line. The
+Invariant: a value's holder is known wherever an interrupt or a signal handler may come (`uninterrupted.py`). The
 holder is the step in `HeldValue.step` while that step's `written` is not None, and the table otherwise. A step holds
 the values that it writes. The values that it only reads are also in the table and with other steps that read them.
 """
@@ -32,8 +32,8 @@ class StepState:
     The values stay in the lists that the program takes and returns, so a call has no cost per variable. The step keeps
     neither the program nor constants of it, which may be freed before another step needs the values.
 
-    `results` is a list while a call is being dispatched, by the thread `thread`. C code adds what the program returns,
-    so that is not lost when an interrupt comes. Until then `written` has the values from before the call, which the
+    `results` is a list while a call is being dispatched, by the thread `thread`; `call_into` adds what the program
+    returns. Until then `written` has the values from before the call, which the
     program deletes by overwriting them, unless `keeps` is true.
 
     A step that writes no variable has no `results`: several threads may be in calls of it, those in `calls`.

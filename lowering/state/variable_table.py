@@ -10,8 +10,8 @@ waits for their calls, since JAX may deadlock when one program donates a buffer 
 After `PATIENCE_S` it overwrites a copy instead.
 
 Invariants: the lock is held briefly, never while waiting or while user code runs. A signal handler on the thread that
-is in a critical section must not enter another one: it gets an error. An interrupt may come at any line; then each
-variable has its value from before or after the step.
+is in a critical section must not enter another one: it gets an error. After an interrupt each variable has its value
+from before or after the step (`uninterrupted.py`).
 
 Why interrupts are not deferred instead: to block SIGINT for this thread defers nothing, since one of JAX's threads
 takes the signal and Python still raises here; and to exchange the handler twice takes longer than a call.
@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import starmap
 from threading import get_ident
 from typing import Any, TypeVar
 from weakref import ref
@@ -32,6 +31,7 @@ from weakref import ref
 import jax
 
 from dflow.lowering.state.held_value import HeldValue, StepState, within_the_step
+from dflow.lowering.state.uninterrupted import call_into
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
 from dflow.tracing.ir.row_marks import SUFFIX
@@ -88,10 +88,9 @@ class VariableTable:
                 while step.results is not None or step.written is None or step.wanted or self._is_inside:
                     self.section(partial(self._acquire, step))
                 step.thread, step.results = thread, results
-            results.extend(starmap(call, ((step.written, step.read, *args),)))
+            call_into(results, call, (step.written, step.read, *args))
         finally:
-            # No function call until `step.results` is None: Python handles interrupts at calls.
-            if step.results is results:
+            if step.results is results:  # no call until it is None
                 if results:
                     step.written = results[0][0]
                 step.results = None
@@ -110,8 +109,7 @@ class VariableTable:
                 if values is not None and not step.wanted:
                     return call([], values, *args)[1]
             finally:
-                # No function call until the mark is gone, as in `run`.
-                if mark in step.calls:
+                if mark in step.calls:  # no call until it is gone
                     del step.calls[mark]
                 if step.wanted:
                     self._ended(step, has_failed=False)
@@ -260,7 +258,7 @@ class VariableTable:
             for entry, (key, value) in zip(found, values.items(), strict=True):
                 check(key, entry, value)
             new = {key: HeldValue(value, entry.type) for entry, (key, value) in zip(found, values.items(), strict=True)}
-            self.entries.update(new)  # C code, which an interrupt cannot end halfway
+            self.entries.update(new)
 
         self.section(replace)
 

@@ -30,6 +30,7 @@ FILES = (
     "store.py",
     "variable_table.py",
     "held_value.py",
+    "uninterrupted.py",
     "first_value.py",
     "program.py",
     "single_executable.py",
