@@ -69,8 +69,7 @@ from dflow.trainer.trainer import Trainer, TrainingResult
 from dflow.training.checkpoint_manager import CheckpointManager
 from dflow.training.generator import Generator
 from dflow.training.optimizer import Optimizer
-from dflow.training.restore_report import RestoreReport
-from dflow.training.restoring import restore
+from dflow.training.restoring import RestoreReport, restore
 from dflow.training.saving import save
 from dflow.training.sharded_updates import ShardedUpdateWarning
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -12,20 +15,25 @@ import optax
 from dflow.calls.function import jit
 from dflow.distributed.training.applying import current_applier, refuse_own_variables
 from dflow.tracing.devices.device import with_state
+from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.source import at, caller
+from dflow.tracing.state.container import uncontained
 from dflow.tracing.state.resources import Variable, add_update, is_variable, read
 from dflow.tracing.state.wire import check_codec, wire
+from dflow.tracing.weak_by_identity import WeakDict
 from dflow.training.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
 from dflow.training.given_gradients import flat_gradients, listed
-from dflow.training.optimizer_name import derived_name
 from dflow.training.optimizer_settings import settings_of
 from dflow.training.optimizer_slots import OptimizerSlots, structs_of
 from dflow.training.sharded_updates import on_shards
+
+#: By the first variable: the number of optimizers that have each derived name.
+_derived: WeakDict[Variable, Counter[str]] = WeakDict()
 
 #: Names that optimizers have in other frameworks, for `apply`.
 _APPLIES = ("update", "step", "minimize", "apply_gradients", "apply_updates")
@@ -239,6 +247,29 @@ class Optimizer:
         count = len(jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable))
         names = listed([variable.name for variable in self._variables])
         return f"<Optimizer {self.name!r} of {names}: {count} slot{'' if count == 1 else 's'}>"
+
+
+def derived_name(variables: Sequence[Variable]) -> str:
+    """Return a name made of the variables' names and their order: the same in every process that has them.
+
+    No two optimizers of one process have the same, so they share no slots.
+
+    Raises VariableError for a second optimizer of variables on other tasks: processes may make the two in any order.
+    """
+    names = [uncontained(variable.name) for variable in variables]
+    name = f"optimizer_{hashlib.sha256(chr(10).join(names).encode()).hexdigest()[:8]}"
+    uses = _derived.setdefault(variables[0], Counter())
+    uses[name] += 1
+    if uses[name] == 1:
+        return name
+    if any(is_on_task(variable.device) for variable in variables):
+        shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+        raise VariableError(
+            f"a second optimizer of variables {shown}: expected a name that tells the two apart in every process, "
+            f"got none",
+            "give each of them one, name='...', the same in each process",
+        )
+    return f"{name}_{uses[name] - 1}"
 
 
 def _check_transformation(given: Any, variables: Any) -> None:

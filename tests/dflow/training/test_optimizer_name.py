@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.training.optimizer_name import derived_name
+from dflow.training.optimizer import derived_name
 from tests.effort import examples
 
 _PROGRAM = """
