@@ -158,12 +158,9 @@ class ShardVocabulary(VariableHooks):
                 self._give_rows(each, are_new, now, offset, counted)
             self._note_counts(counted, now)
 
+    @jit
     def restored(self) -> None:
         """Set the clock to a later time than those restored."""
-        self._set_late_clock()
-
-    @jit
-    def _set_late_clock(self) -> None:
         with with_state():
             self._set_clock(jnp.maximum(self._born.read().max(), self._seen.read().max()) + 1)
 

@@ -54,8 +54,8 @@ class CheckpointFolder:
     """The checkpoints in a folder, and the files beside them."""
 
     def __init__(self, path: Place) -> None:
-        self._files = owned_folder(path)
-        self.path = self._files.path
+        self.files = owned_folder(path)
+        self.path = self.files.path
         #: Whether this process uses the folder, also where the file system has no locks.
         self.is_locked = False
 
@@ -66,7 +66,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in order, whether or not it can be read."""
         with self._refused():
-            return sorted(int(found[1]) for name in self._files.names() if (found := _STEP.fullmatch(name)))
+            return sorted(int(found[1]) for name in self.files.names() if (found := _STEP.fullmatch(name)))
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints whose manifests can be read, in order."""
@@ -98,7 +98,7 @@ class CheckpointFolder:
         Raises CheckpointError if another manager has locked it, or the disk refuses it.
         """
         with self._refused():
-            owner = self._files.own(this_process())
+            owner = self.files.own(this_process())
         if owner is not None:
             raise CheckpointError(
                 f"{self.path}: expected no other CheckpointManager that runs, got one in "
@@ -107,30 +107,22 @@ class CheckpointFolder:
             )
         self.is_locked = True
 
-    def check(self) -> None:
-        """Raise CheckpointError if another manager is known to have taken the folder over."""
-        self._files.check()
-
-    def renew(self) -> None:
-        """Raise CheckpointError if another manager has taken the folder over, also if only its store knows that."""
-        self._files.renew()
-
     def release(self) -> None:
         """Release the lock."""
         self.is_locked = False
-        self._files.release()
+        self.files.release()
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint. Raises CheckpointError when the disk refuses it."""
         with self._refused():
-            self._files.remove(self.place(step).name)
+            self.files.remove(self.place(step).name)
 
     def set_aside(self, step: int, why: str) -> Place:
         """Free the step of a checkpoint, so that it can be saved again; return where its files are then.
 
         why  a word for its new name, "damaged" or "undone"
         """
-        return self._files.set_aside(self.place(step).name, why)
+        return self.files.set_aside(self.place(step).name, why)
 
     def record(self) -> RunRecord:
         """Return the record of runs; an empty one if there is none, or if it is damaged, with a warning."""
@@ -146,10 +138,10 @@ class CheckpointFolder:
             return RunRecord()
 
     def write_record(self, record: RunRecord) -> None:
-        """Replace the record of runs. Raises CheckpointError when the disk refuses it, as `check` does."""
-        self.check()
+        """Replace the record of runs. Raises CheckpointError if the disk refuses, or another manager has taken over."""
+        self.files.check()
         with self._refused():
-            self._files.write("runs.json", msgspec.json.encode(record))
+            self.files.write("runs.json", msgspec.json.encode(record))
 
     @contextmanager
     def _refused(self) -> Iterator[None]:

@@ -176,7 +176,7 @@ class CheckpointManager:
         self._check_open()
         if self._save is not None:
             self._save.wait()
-        self._folder.check()
+        self._folder.files.check()
 
     def close(self) -> None:
         """Wait for the running save, and release the folder. Raises CheckpointError if the save fails."""
@@ -249,7 +249,7 @@ class CheckpointManager:
         """Return the context of the folder to write a checkpoint into, which is in place after it."""
         with whole_place(self._folder.place(step)) as folder:
             yield folder
-            self._folder.renew()
+            self._folder.files.renew()
 
     def _set_record(self, record: RunRecord) -> None:
         self._record = record
@@ -296,7 +296,7 @@ class CheckpointManager:
 
     def _check(self) -> None:
         self._check_open()
-        self._folder.check()
+        self._folder.files.check()
         if self._save is not None:
             self._save.check()
 

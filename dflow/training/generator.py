@@ -50,16 +50,13 @@ class Generator:
             lambda: jax.random.key_data(seed if is_key else jax.random.key(seed, impl=impl)),
             name=name,
         )
+        #: The name of the variable that holds the state.
+        self.name = self.key.name
         # Not a bound method, which would keep this object alive.
         self._advance = functools.partial(_advance, self.key, self.impl)
         #: By shape: one compiled function each, because one function with many shapes would get a RetraceWarning.
         self._advance_now: dict[tuple[int, ...], Function[[], jax.Array]] = {}
         self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        """The name of the variable that holds the state."""
-        return self.key.name
 
     def split(self, n: int | Sequence[int] | None = None) -> jax.Array:
         """Return a new key, or an array of new keys of shape `n`, of dtype `key<impl>`. No key is returned twice.

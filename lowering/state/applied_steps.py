@@ -218,9 +218,7 @@ class StepAttempt:
                     f"step {number} of run {self._step.run!r}: another attempt did not end its change of {keys[0]!r} "
                     f"within {STARTING_S:g} s"
                 )
-            is_new, found = self._begins(keys), record.results.get(number, one)
-            if is_new:
-                record.pending[number, one] = deque()
+            is_new, found = self._begins(keys, one)
         if not is_new:
             return otherwise() if found is None else found
         results: Sequence[Any] | None = None
@@ -249,9 +247,7 @@ class StepAttempt:
             if waiting is not None:
                 waiting.append(this)
                 return this.cancel
-            is_new, found = self._begins([key]), record.results.get(number, one)
-            if is_new:
-                record.pending[number, one] = deque()
+            is_new, found = self._begins([key], one)
         if is_new:
             this.start()
             return this.cancel
@@ -277,24 +273,31 @@ class StepAttempt:
             counts[key] = counts.get(key, 0) + 1
         return StepChange(self._step.call, keys[0], counts[keys[0]])
 
-    def _begins(self, keys: Sequence[str]) -> bool:
-        """Record the change of the state under `keys` that was counted; return whether it is new. The lock is held."""
-        counts = self._counts
+    def _begins(self, keys: Sequence[str], one: StepChange) -> tuple[bool, Sequence[Any] | None]:
+        """Record that `one`, the change of `keys` that was counted, is pending, if it is new. The lock is held.
+
+        Return whether it is new, and else its results, if they are kept.
+        """
+        counts, number = self._counts, self._step.number
         if self._applied.is_void:
             raise StepCancelled(f"the state that step {self._step.number} uses was restored meanwhile")
-        if self._step.number in self._applied.whole:
-            return False
-        begun = self._applied.begun.setdefault(self._step.number, {})
+        found = self._applied.results.get(number, one)
+        if number in self._applied.whole:
+            return False, found
+        begun = self._applied.begun.setdefault(number, {})
         new = [key for key in keys if begun.get(key, 0) < counts[key]]
         if new and len(new) < len(keys):
             raise StrategyError(
-                f"step {self._step.number} of run {self._step.run!r} is repeated: an earlier attempt has updated "
+                f"step {number} of run {self._step.run!r} is repeated: an earlier attempt has updated "
                 f"{sorted({*keys} - {*new})} together with other variables than this one does",
                 "let all workers run the same function in a step",
             )
+        if not new:
+            return False, found
         for key in new:
             begun[key] = counts[key]
-        return bool(new)
+        self._applied.pending[number, one] = deque()
+        return True, None
 
     def _undo(self, keys: Sequence[str]) -> None:
         """Remove the record of a change that failed. The lock is held."""

@@ -15,10 +15,7 @@ from collections.abc import Callable
 from itertools import starmap
 from typing import Any
 
-from dflow.tracing.jax_frontend import passes_handles
 
-
-@passes_handles
 def call_into(results: list[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Append `call(*args)` to `results`. If `call` is in C, an interrupt finds the result there, or no call made.
 

@@ -24,8 +24,6 @@ class Resource(Protocol):
     """A thing with state that a container holds."""
 
     name: str
-    #: The task that holds the state; None is this process.
-    device: str | None
 
     def forget(self, reason: str) -> None:
         """Free the state. Its later use raises an error that begins with `reason`."""
