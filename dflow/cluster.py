@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.cluster.standalone import standalone
+from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.jax_runtime import refuse_late_start
 from dflow.distributed.detection.cluster_file import VARIABLE
 from dflow.distributed.detection.cluster_spec import SCRIPT_JOB, ClusterSpec, Variables
@@ -103,7 +104,7 @@ def connect(
         )
     try:
         if collectives:
-            joined.start_collectives()
+            joined.part(Collectives).start()
         place = read(METRICS_VARIABLE) if metrics_port is None else metrics_port
         if place != "":
             _serve_metrics(joined, place)

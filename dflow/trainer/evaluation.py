@@ -20,6 +20,7 @@ import numpy as np
 from jax import jit as jax_jit
 
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.evaluation.shared_evaluation import Evaluations
 from dflow.distributed.training.strategy import arguments_of
 from dflow.state_backends import by_backend
 from dflow.tracing.column_tables import refuse_table
@@ -91,7 +92,7 @@ def evaluate(
         )
     by_number: Any = batches
     variables = () if cluster is None else evaluation.variables(_count_of(batches) and by_number[0])
-    shared = cluster.evaluation(name, len(by_number)) if cluster is not None and name is not None else None
+    shared = cluster.part(Evaluations).begin(name, len(by_number)) if cluster is not None and name is not None else None
     if cluster is not None and shared is not None and variables:
         _check_shared(variables, cluster)
 

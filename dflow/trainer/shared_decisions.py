@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping
 
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.collectives.collectives import Collectives
 from dflow.tracing.errors import DeadlineExceeded
 
 #: Longest wait for a reason that may be known; the next look comes soon, in s.
@@ -29,7 +30,7 @@ class SharedDecisions:
 
     def __init__(self, cluster: Cluster, run: str, *, is_together: bool) -> None:
         self._cluster, self._run = cluster, run
-        self._group = cluster.group if is_together else None
+        self._group = cluster.part(Collectives).group if is_together else None
 
     def reason(self, point: str, mine: str) -> str:
         """Return why the run ends at this point; empty if it goes on. `mine` is this worker's reason."""

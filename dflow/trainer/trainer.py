@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dflow.distributed.client.coordinator_client import AGREE_S
-from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.training.batch_supply import END, BatchSupply
 from dflow.distributed.training.plan_messages import TrainingEvent, TrainingPlan
@@ -94,7 +93,7 @@ class Trainer:
         progress: bool | None = None,
     ) -> None:
         self._step, self._strategy, self._progress = step, _checked_strategy(strategy), progress
-        self._cluster = cast(Cluster, strategy.cluster)
+        self._cluster = strategy.cluster
         self._evaluation, self._evaluate_every = evaluation, evaluate_every
         self._checkpoints, self._callbacks = checkpoints, tuple(callbacks)
         self._check()
@@ -208,7 +207,7 @@ class _TrainingRun:
         """Do the steps, and the evaluations and checkpoints between them."""
         begun: list[tuple[int, int]] = []
         self._tell_plan()
-        self._undone = self._cluster.undone
+        self._undone = self._cluster.steps.undone
         for segment in self._segments():
             begun.append(segment)
             self._steps(*segment, bar)
@@ -242,8 +241,8 @@ class _TrainingRun:
 
     def _repeat(self, begun: list[tuple[int, int]], bar: ProgressBar) -> None:
         """Do steps again that a return of the tasks to a snapshot has undone, in the last segment and before it."""
-        while not self._reason and self._cluster.undone != self._undone:
-            self._undone = self._cluster.undone
+        while not self._reason and self._cluster.steps.undone != self._undone:
+            self._undone = self._cluster.steps.undone
             for segment in begun:
                 self._steps(*segment, bar)
                 if self._checkpoints is not None and self._checkpoints.last_step >= segment[1] - 1:
@@ -399,7 +398,7 @@ class _TrainingRun:
                 self._tell_event("checkpoint", stop)
             return
         until = time.monotonic() + manager.timeout_s
-        while manager.last_step < stop - 1 and self._cluster.undone == self._undone:
+        while manager.last_step < stop - 1 and self._cluster.steps.undone == self._undone:
             if saver not in self._cluster.tasks and self._cluster.elect(election):
                 LOGGER.warning("%s: no checkpoint after %d steps: %s has left", self.name, stop, saver)
                 return

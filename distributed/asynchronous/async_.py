@@ -11,22 +11,19 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
-from dflow.distributed.steps.retries import is_recovered
+from dflow.distributed.asynchronous.shared_steps import shared_steps
+from dflow.distributed.asynchronous.staleness_bound import SharedStep
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.training.batch_supply import END
+from dflow.distributed.training.claims import claimed
 from dflow.distributed.training.step_report import first_not_finite, losses_of, real_scalars
-from dflow.distributed.training.strategy import (
-    REPORT_S,
-    SharedStep,
-    Strategy,
-    StrategyCluster,
-    StrategyRun,
-    arguments_of,
-)
+from dflow.distributed.training.strategy import REPORT_S, Strategy, StrategyRun, arguments_of
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
 from dflow.tracing.errors import DflowError, StepEnded, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
@@ -66,7 +63,7 @@ class Async(Strategy):
     @suggests_keywords
     def __init__(
         self,
-        cluster: StrategyCluster,
+        cluster: Cluster,
         *,
         prefetch: int = 0,
         lookahead: bool = False,
@@ -86,28 +83,31 @@ class Async(Strategy):
         self._lookahead = lookahead
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
-        bound, is_one_call = (self._max_staleness, self._job), hasattr(run.step, "trace")
-        with self._cluster.shared_steps(run.name, self._prefetch, *bound, is_one_call=is_one_call) as shared_step:
-            yield from self._claimed(run, shared_step)
+        with self._shared_steps(run) as shared_step:
+            yield from self._steps(run, shared_step)
 
-    def _claimed(self, run: StrategyRun, shared_step: SharedStep) -> Iterator[Any]:
-        coordinator, task = self._cluster.coordinator, self._cluster.task
+    def _shared_steps(self, run: StrategyRun) -> AbstractContextManager[SharedStep]:
+        bound, is_one_call = (self._max_staleness, self._job), hasattr(run.step, "trace")
+        return shared_steps(self._cluster, run.name, self._prefetch, *bound, is_one_call=is_one_call)
+
+    def _steps(self, run: StrategyRun, shared_step: SharedStep) -> Iterator[Any]:
+        coordinator, task, state = self._cluster.coordinator, self._cluster.task, self._cluster.steps
         least = LEAST_CLAIM if self._lookahead else 1
         claim = ClaimSteps(run.name, task, run.steps, max_staleness=self._max_staleness, least=least)
-        claimed = coordinator.ask(claim).steps
+        steps = claimed(coordinator, claim).steps
         reported_s = time.monotonic()
         # The batch of the step that runs, and the number of failures of this step.
         pending: list[Any] = []
         failures = 0
-        while claimed:
-            done, epoch, undone = _ClaimWork(claimed.start), self._cluster.epoch, self._cluster.undone
+        while steps:
+            done, epoch, undone = _ClaimWork(steps.start), state.epoch, state.undone
             try:
-                for number in claimed:
-                    batch, batches = self._batches(run, number, claimed)
+                for number in steps:
+                    batch, batches = self._batches(run, number, steps)
                     if batch is END:
                         break
                     started, pending, is_done = time.perf_counter(), [batch], False
-                    step = shared_step(range(number, claimed.stop), batches)
+                    step = shared_step(range(number, steps.stop), batches)
                     with contextlib.suppress(StepEnded), step, run.guard.step():
                         try:
                             outcome = run.step(*arguments_of(batch))
@@ -115,7 +115,7 @@ class Async(Strategy):
                             raise
                         except BaseException:
                             # Before a pause that waits for the end of this step: it may be applied in part.
-                            coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, has_failed=True))
+                            coordinator.tell(StepsDone(run.name, task, steps.start, done.count, has_failed=True))
                             raise
                         done.note(time.perf_counter() - started, outcome)
                         pending, failures, is_done = [], 0, True
@@ -127,19 +127,19 @@ class Async(Strategy):
                     # The last one's now: a program that has all results need not come back for more. That of a claim of
                     # one too: pauses may wait for it.
                     run.opened.is_at_end = number + 1 == run.steps
-                    is_due = len(claimed) == 1 or time.monotonic() - reported_s > REPORT_S
+                    is_due = len(steps) == 1 or time.monotonic() - reported_s > REPORT_S
                     if run.opened.is_at_end or is_due:
-                        coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, *done.progress()))
+                        coordinator.tell(StepsDone(run.name, task, steps.start, done.count, *done.progress()))
                         reported_s = time.monotonic()
                     yield outcome
             except BaseException as error:
                 failures += 1
-                is_loss = pending and (isinstance(error, TaskLost) or self._cluster.epoch != epoch)
-                if is_loss and is_recovered(self._cluster, error, failures, epoch):
+                is_loss = pending and (isinstance(error, TaskLost) or state.epoch != epoch)
+                if is_loss and state.is_recovered(error, failures, epoch):
                     # After a return to a snapshot, the steps done since are repeated, if there were any.
-                    count = done.count if self._cluster.undone == undone else 0
+                    count = done.count if state.undone == undone else 0
                     run.batches.put_back(*pending)
-                    claimed = coordinator.ask(replace(claim, done=count)).steps
+                    steps = claimed(coordinator, replace(claim, done=count)).steps
                     continue
                 # The loop was left, or a step or a batch failed: return the steps not done here to other workers.
                 found = None
@@ -147,20 +147,20 @@ class Async(Strategy):
                     found = done.not_finite()
                 left = replace(claim, done=done.count, more=False, not_finite=found, has_failed=True)
                 with contextlib.suppress(DflowError):
-                    coordinator.ask(left)
+                    claimed(coordinator, left)
                 raise
             step_s, metrics, not_finite = done.progress()
-            is_whole = done.count == len(claimed)
+            is_whole = done.count == len(steps)
             news = replace(claim, done=done.count, step_s=step_s, metrics=metrics, more=is_whole, not_finite=not_finite)
-            claimed = coordinator.ask(news).steps
+            steps = claimed(coordinator, news).steps
 
-    def _batches(self, run: StrategyRun, number: int, claimed: range) -> tuple[Any, tuple[Any, Any] | None]:
+    def _batches(self, run: StrategyRun, number: int, steps: range) -> tuple[Any, tuple[Any, Any] | None]:
         """Return the batch of a step, and if the next one is taken early, a pair of the two; else None."""
         if not self._lookahead:
             return run.batches.take(number), None
         run.batches.take_early(number)  # which copies it: an iterator may use its memory for the next one
         batch = run.batches.take(number)
-        following = run.batches.take_early(number + 1) if number + 1 in claimed and batch is not END else END
+        following = run.batches.take_early(number + 1) if number + 1 in steps and batch is not END else END
         return batch, None if following is END else (batch, following)
 
 

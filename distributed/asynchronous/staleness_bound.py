@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-from dflow.distributed.cluster.cluster_steps import ClusterSteps
-from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
-from dflow.distributed.steps.retries import retried
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.steps.steps_ahead import StepsAhead
 from dflow.distributed.training.long_wait import waited_for
-from dflow.distributed.training.strategy import SharedStep, StrategyCluster
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.distributed.wire.messages.rounds import BeginStep, EndStep, StepAdmitted
@@ -26,28 +23,23 @@ from dflow.distributed.wire.messages.status import GetHealth
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed
 
+#: Returns the context of a step of a loop: its number and the known next ones, its batch and the next one.
+SharedStep = Callable[[range, tuple[Any, Any] | None], AbstractContextManager[None]]
 #: Numbers of the steps of this process, over all runs.
 _numbers = itertools.count(1)
-
-
-class BoundTasks(StrategyCluster, Protocol):
-    """The part of a cluster that is needed here; see `Cluster`."""
-
-    requests: OutgoingRequests
-    steps: ClusterSteps
 
 
 class StalenessBound:
     """The bound `limit` of the steps of `loop`, of the run `run`; a task of `job` is the host."""
 
-    def __init__(self, cluster: BoundTasks, run: str, limit: int, prefetch: int, job: str, loop: StepsAhead) -> None:
+    def __init__(self, cluster: Cluster, run: str, limit: int, prefetch: int, job: str, loop: StepsAhead) -> None:
         self._cluster, self._run, self._limit, self._prefetch, self._loop = cluster, run, limit, prefetch, loop
         place = PlaceVariable(f"{run}/staleness", "staleness", (), 0, job, kind="run", is_saved=False)
         #: Number of the newest step.
         self._number = 0
         #: Version of a roster that this task has.
         self._known = 0
-        self._host = retried(cluster, lambda: cluster.coordinator.ask(place)).task
+        self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(place)).task
 
     @contextmanager
     def taking_part(self) -> Iterator[StalenessBound]:

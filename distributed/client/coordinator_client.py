@@ -9,29 +9,21 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Iterable
 
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.coordinator.progress_watch import describe_task
 from dflow.distributed.coordinator.traffic_totals import largest
-from dflow.distributed.snapshots.recovery_waits import RECOVERY_S
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
 from dflow.distributed.wire.messages.observing import DumpEvents
-from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster
-from dflow.distributed.wire.messages.rounds import ClaimSteps
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery, SaveChanges
-from dflow.distributed.wire.messages.status import GetHealth, GetStatus
+from dflow.distributed.wire.messages.status import GetHealth
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError
@@ -44,15 +36,6 @@ AGREE_S = 600.0
 BARRIER_GRACE_S = 5.0
 #: Deadline of the health request that adds detail to an error, in s.
 DESCRIBE_S = 1.0
-#: Deadline of a claim, which may wait for other workers to end their last steps, in s.
-CLAIM_S = 3600.0
-#: A claim that waits longer is logged, with the workers that hold the steps.
-LONG_CLAIM_S = 60.0
-#: Most attempts to do something in a pause that is not broken.
-PAUSE_ATTEMPTS = 5
-LOGGER = logging.getLogger("dflow")
-
-Result = TypeVar("Result")
 
 
 class CoordinatorClient:
@@ -71,10 +54,8 @@ class CoordinatorClient:
         #: The task that has joined; empty before.
         self.task = ""
         self._heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(self.task)
-        self._clock = clock or Timers("dflow coordinator link")
-        self._claims_since_s: float | None = None
-        #: A task has one request for a pause at a time.
-        self._pausing = threading.Lock()
+        #: Makes the calls of the session.
+        self.clock = clock or Timers("dflow coordinator link")
         self.session = SessionDriver(
             transport,
             address,
@@ -82,7 +63,7 @@ class CoordinatorClient:
             name=name,
             process=secrets.token_hex(8),
             settings=settings or SessionSettings(),
-            clock=self._clock,
+            clock=self.clock,
         )
         self.session.open(timeout_s)
 
@@ -137,40 +118,19 @@ class CoordinatorClient:
     def ask(self, message: Request[Answer], timeout_s: float | None = None) -> Answer:
         """Send the coordinator a request, and return its answer.
 
-        timeout_s  longest wait, by default that of the request: for a claim, until other workers end their last steps;
-                   for a barrier, its own timeout
-        raises     the error that the coordinator answers with; DeadlineExceeded, that of a claim with the workers that
-                   hold the steps; InternalError for a request that only a task may send, before `join`
+        timeout_s  longest wait, by default that of the request: for a barrier, its own timeout
+        raises     the error that the coordinator answers with; DeadlineExceeded; InternalError for a request that only
+                   a task may send, before `join`
         """
         if message.speaker and not self.task:
             raise InternalError("the coordinator was asked for something that only a task may ask; join first")
         if timeout_s is None:
             timeout_s = _timeout_s(message)
-        with self._claiming() if isinstance(message, ClaimSteps) else contextlib.nullcontext():
-            return self.session.ask(message, timeout_s)
+        return self.session.ask(message, timeout_s)
 
     def tell(self, message: Notice) -> None:
         """Send the coordinator a notification; does not wait, and is dropped during an outage."""
         self.session.tell(message)
-
-    def with_steps_paused(self, do: Callable[[], Result], timeout_s: float) -> Result:
-        """Return `do()`, called while no task runs a step that several tasks take part in.
-
-        `do` may be called several times: again if the coordinator was restarted or a task joined meanwhile.
-        raises  DeadlineExceeded when the running steps take longer than `timeout_s`, or pauses keep being broken; what
-                `ask` and `do` raise
-        """
-        with self._pausing:
-            for _ in range(PAUSE_ATTEMPTS):
-                number, were_paused = 0, False
-                try:
-                    number = self.ask(PauseSteps(self.task), timeout_s).number
-                    found = do()
-                finally:
-                    were_paused = self.ask(ResumeSteps(self.task, number)).were_paused
-                if were_paused:
-                    return found
-        raise DeadlineExceeded(f"{PAUSE_ATTEMPTS} pauses of the steps ended early, since tasks joined meanwhile")
 
     # The other tasks.
 
@@ -214,51 +174,16 @@ class CoordinatorClient:
             )
         return roster
 
-    @contextmanager
-    def _claiming(self) -> Iterator[None]:
-        """Log a claim that waits long; add the workers that hold the steps to the error of its deadline."""
-        self._claims_since_s = self._clock.now_s
-        try:
-            yield
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{error}{self._holders()}") from None
-        finally:
-            self._claims_since_s = None
-
-    def _holders(self) -> str:
-        """The workers that hold claimed steps, as the end of an error; empty if there are none or none are known."""
-        try:
-            workers = self.session.ask(GetStatus(), DESCRIBE_S).workers
-        except DflowError:
-            return ""
-        held = [f"{self.describe(one.task)} holds {one.held}" for one in workers if one.held and one.task != self.task]
-        return (
-            f"; of the claimed steps, {', '.join(held)}: see its output, or end it, and others do them" if held else ""
-        )
-
     def _beat(self) -> None:
         self.session.tell(self._heartbeat())
-        since_s = self._claims_since_s
-        if since_s is not None and self._clock.now_s - since_s >= LONG_CLAIM_S:
-            self._claims_since_s = None
-            threading.Thread(target=self._announce_wait, name="dflow long claim", daemon=True).start()
-
-    def _announce_wait(self) -> None:
-        LOGGER.warning("%s has waited %g s for steps%s", short_task_name(self.task), LONG_CLAIM_S, self._holders())
 
 
 def _timeout_s(message: Message) -> float:
     match message:
-        case ClaimSteps():
-            return CLAIM_S
         case DecideOnce() | ElectOnce():
             return AGREE_S
         case AwaitBarrier():
             return message.timeout_s + BARRIER_GRACE_S
-        case AwaitRecovery():
-            return RECOVERY_S + BARRIER_GRACE_S
-        case SaveChanges():
-            return message.wait_s + ANSWER_S
         case _:
             return ANSWER_S
 

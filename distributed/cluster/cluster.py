@@ -1,6 +1,7 @@
-"""A worker's view of the cluster: its tasks, and what a script does with them.
+"""This process as a task of a cluster: the record that strategies, evaluations and collectives are built on.
 
-Every wait has a deadline, and its error names the missing task.
+What they keep for a cluster is an object of their own, which `Cluster.part` makes and closes. Every wait has a
+deadline, and its error names the missing task.
 """
 
 from __future__ import annotations
@@ -8,45 +9,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from dflow.distributed.asynchronous.staleness_bound import StalenessBound
-from dflow.distributed.client.coordinator_client import ANSWER_S, CoordinatorClient
+from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.cluster.cluster_home import ClusterHome
 from dflow.distributed.cluster.cluster_steps import ClusterSteps
 from dflow.distributed.cluster.joined_server import joined_server
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
 from dflow.distributed.cluster.task_metrics import task_metrics
-from dflow.distributed.collectives.agreed_programs import AgreedPrograms
-from dflow.distributed.collectives.dense_gradients import DenseGradients
-from dflow.distributed.collectives.group_messages import JoinGroup
-from dflow.distributed.collectives.jax_runtime import JaxRuntime, refuse_late_start
-from dflow.distributed.collectives.process_group import ProcessGroup
-from dflow.distributed.collectives.process_groups import RETURN_S
-from dflow.distributed.collectives.process_mesh import ProcessMesh
 from dflow.distributed.coordinator.membership import FINISHED
-from dflow.distributed.evaluation.shared_evaluation import SharedEvaluation
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.metrics import MetricsEndpoint
 from dflow.distributed.observe.tracer import Observed, Tracer
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.process.termination import Terminated
-from dflow.distributed.synchronous.round_part import RoundPart
 from dflow.distributed.task.task_server import TaskSettings
-from dflow.distributed.training.applying import shared_step
-from dflow.distributed.training.compared_steps import compare_call
-from dflow.distributed.training.comparison_messages import RunRefused
-from dflow.distributed.training.open_runs import close_runs
-from dflow.distributed.training.strategy import SharedStep
-from dflow.distributed.transport.addresses import LOCAL_ADDRESS, TcpAddress, parse_endpoints
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
-from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
 from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.snapshots import SnapshotCommitted, StateRestored
@@ -54,12 +40,10 @@ from dflow.distributed.wire.messages.status import GetStatus, Report
 from dflow.lowering.pipeline import ALONE
 from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.program_watch import set_program_watch
 from dflow.lowering.steps.recorder import Recorder
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
-from dflow.tracing.errors import DflowError, StrategyError, TrainingError
+from dflow.tracing.errors import DflowError
 from dflow.tracing.near_names import suggests_fields, suggests_keywords
-from dflow.tracing.source import caller
 from dflow.tracing.state.context import home
 
 #: The job of a process that is in no cluster.
@@ -67,6 +51,8 @@ LOCAL_JOB = split_task_name(ALONE)[0]
 LOGGER = logging.getLogger("dflow")
 #: Least similarity of two job names to suspect a typo, such as wroker for worker.
 _ALIKE = 0.83
+
+Part = TypeVar("Part")
 
 #: The clusters that this process is a task of now.
 _joined: weakref.WeakSet[Cluster] = weakref.WeakSet()
@@ -122,18 +108,10 @@ class Cluster:
         self.is_standalone = is_standalone
         #: The variables of this process.
         self.store = store
-        self._settings = settings
-        #: The processes that run the program together, after `start_collectives`, and the programs that they compare.
-        self.group: ProcessGroup | None = None
-        self.programs: AgreedPrograms | None = None
-        self._runtime: JaxRuntime | None = None
-        #: Made at the first use; all strategies of the cluster share the compiled steps that write them.
-        self._dense: DenseGradients | None = None
-        self._endpoints: list[MetricsEndpoint] = []
-        #: By run, what differs between its workers.
-        self._refusals: dict[str, str] = {}
-        #: The names of this process's evaluations.
-        self._evaluated: set[str] = set()
+        self.settings = settings
+        self._parts: dict[Callable[[Cluster], Any], Any] = {}
+        self._making = threading.RLock()
+        self._closing = ExitStack()
         self.coordinator = CoordinatorClient(
             transport, coordinator, name=self.task, timeout_s=settings.join_timeout_s, clock=clock
         )
@@ -147,7 +125,6 @@ class Cluster:
         self.requests = OutgoingRequests(self.server, self.coordinator, settings.request_timeout_s)
         self.steps = ClusterSteps(self.server, self.requests, settings.step_timeout_s)
         session, unsaved = self.coordinator.session, self.requests.unsaved
-        session.call_on(RunRefused, lambda notice: self._refusals.update({notice.run: notice.text}))
         session.call_on(StateRestored, lambda notice: self.steps.restored(notice.epoch, notice.undone))
         session.call_on(SnapshotCommitted, lambda notice: unsaved.snapshot_complete())
         try:
@@ -158,6 +135,8 @@ class Cluster:
             self.server.close()
             self.coordinator.close("could not join")
             raise
+        self._closing.callback(self.server.close)
+        self._closing.callback(self._leave)
         if not is_standalone:
             _joined.add(self)
 
@@ -171,21 +150,6 @@ class Cluster:
             LOGGER.warning("%s has joined as the first of job %r, was %r meant?", self.task, job, meant)
         others = [task for task in roster.expected if split_task_name(task)[0] != job]
         self.coordinator.wait_for_tasks(others, timeout_s=timeout_s)
-
-    def start_collectives(self) -> None:
-        """Make the tasks of this job one group, and start JAX's multi-process runtime in all of them.
-
-        raises  DeadlineExceeded naming the tasks that did not do the same; StrategyError if JAX has used a device
-        """
-        refuse_late_start()
-        timeout_s = self._settings.join_timeout_s + RETURN_S
-        formed = self.coordinator.ask(JoinGroup(self.task, timeout_s), timeout_s + ANSWER_S)
-        self.group = ProcessGroup(self.coordinator, formed, self._settings.step_timeout_s)
-        main = parse_endpoints(self.server.address).main
-        host = main.host if isinstance(main, TcpAddress) else LOOPBACK
-        self._runtime = JaxRuntime(self.group, host, self._settings.join_timeout_s)
-        self.programs = AgreedPrograms(self.group)
-        set_program_watch(self.programs)
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -219,97 +183,6 @@ class Cluster:
     def home(self, job: str = "ps") -> ClusterHome:
         """Return the state backend of variables on the tasks of `job`."""
         return ClusterHome(self.requests, self.steps, job)
-
-    def refuse_unequal(self, run: str) -> None:
-        """Raise StrategyError if the workers of the run are known to have different steps."""
-        if text := self._refusals.get(run):
-            raise StrategyError(text)
-
-    @contextmanager
-    def shared_steps(
-        self,
-        run: str,
-        prefetch: int,
-        max_staleness: int | None = None,
-        job: str = "ps",
-        *,
-        is_one_call: bool = False,
-    ) -> Iterator[SharedStep]:
-        """Return the context of a loop over steps of `run`, which other workers, if there can be any, run too.
-
-        It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for its arguments and
-        `prefetch`, `StalenessBound` for the rest.
-        """
-        if self.is_standalone:
-            yield lambda steps, batches: nullcontext()
-            return
-
-        def on_refusal(why: str) -> None:
-            if prefetch:
-                LOGGER.warning("prefetch=%d has no effect: %s", prefetch, why)
-
-        on_unused = partial(LOGGER.warning, "lookahead=True has no effect: %s")
-        on_new = partial(compare_call, self.coordinator, run, is_one_call=is_one_call)
-        with self.steps.ahead(run, prefetch, on_refusal, on_unused, on_new) as loop:
-
-            @contextmanager
-            def step(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
-                self.refuse_unequal(run)
-                with self.server.gate.step(self.steps.timeout_s), shared_step(), loop.iteration(steps, batches):
-                    yield
-
-            if max_staleness is None:
-                yield step
-                return
-            with StalenessBound(self, run, max_staleness, prefetch, job, loop).taking_part() as bound:
-                yield bound.around(step)
-
-    @property
-    def epoch(self) -> int:
-        """Number of times that all tasks have returned to a snapshot."""
-        return self.steps.epoch
-
-    @property
-    def undone(self) -> int:
-        """Number of these returns that have undone steps."""
-        return self.steps.undone
-
-    def await_recovery(self) -> None:
-        """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
-        self.steps.await_recovery()
-
-    def take_part(self, run: str, job: str, dense: DenseGradients | None = None) -> RoundPart | None:
-        """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`.
-
-        `dense` receives those for variables of this process.
-
-        None in a standalone process, where each step is a round of one worker.
-        """
-        return None if self.is_standalone else RoundPart(self, run, job, dense)
-
-    def process_mesh(self, axes: Mapping[str, int], batch_axis: str, *, fully_sharded: bool) -> ProcessMesh:
-        """Return the mesh over the devices of all processes that compute together, or of a standalone one."""
-        return ProcessMesh(axes, batch_axis, fully_sharded=fully_sharded)
-
-    def dense_gradients(self) -> DenseGradients:
-        """Return what averages gradients for variables of this process over the processes that compute together."""
-        if self._dense is None:
-            self._dense = DenseGradients(self.programs)
-        return self._dense
-
-    def evaluation(self, name: str, count: int) -> SharedEvaluation | None:
-        """Return this task's part in an evaluation of `count` batches; None in a standalone process.
-
-        Raises TrainingError for the name of an earlier one of this process.
-        """
-        if name in self._evaluated:
-            raise TrainingError(
-                f"evaluation {name!r}: expected a new name for each evaluation, got one for the second time",
-                "put the number of the step into it",
-                at=caller(),
-            )
-        self._evaluated.add(name)
-        return None if self.is_standalone else SharedEvaluation(self.requests, self.steps, name, count)
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live and expected tasks of this task's job, and their number including tasks that left."""
@@ -379,28 +252,26 @@ class Cluster:
     def serve_metrics(self, place: str | int) -> str:
         """Serve this task's metrics for Prometheus until `close`; return the address. See `MetricsEndpoint`."""
         endpoint = MetricsEndpoint(partial(task_metrics, self.server), place)
-        self._endpoints.append(endpoint)
+        self._closing.callback(endpoint.close)
         return endpoint.address
 
+    def part(self, kind: Callable[[Cluster], Part]) -> Part:
+        """Return `kind(self)`, made at the first use and the same ever after.
+
+        `close` calls its method `close`, if it has one, before those of parts made earlier.
+        """
+        with self._making:
+            if kind not in self._parts:
+                made = self._parts[kind] = kind(self)
+                if (close := getattr(made, "close", None)) is not None:
+                    self._closing.callback(close)
+            return self._parts[kind]  # type: ignore[no-any-return]
+
     def close(self) -> None:
-        """Leave the cluster, after the runs that the program has left open; a second call does nothing."""
-        try:
-            close_runs(self)
-        finally:
-            self._leave()
+        """Close the parts, and leave the cluster; a second call does nothing."""
+        self._closing.close()
 
     def _leave(self) -> None:
-        while self._endpoints:
-            self._endpoints.pop().close()
         _joined.discard(self)
-        self._dense = None
         self.steps.state_changed()
-        try:
-            if self.group is not None and self._runtime is not None:
-                set_program_watch(None)
-                self.group.close()
-                self._runtime.close()
-        finally:
-            self.group = self.programs = None
-            self.coordinator.leave(FINISHED if Terminated.raised is None else Terminated.raised.reason)
-            self.server.close()
+        self.coordinator.leave(FINISHED if Terminated.raised is None else Terminated.raised.reason)

@@ -24,6 +24,7 @@ from dflow.distributed.cluster.cluster_resources import (
 )
 from dflow.distributed.cluster.cluster_steps import ClusterSteps, PartitionedStep
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
+from dflow.distributed.cluster.shared_values import CAPTURE_NUMBERS, SharedValues
 from dflow.distributed.cluster.variable_batch import (
     HostArray,
     PendingVariable,
@@ -32,8 +33,6 @@ from dflow.distributed.cluster.variable_batch import (
     on_host,
     settle,
 )
-from dflow.distributed.evaluation.shared_evaluation import CAPTURE_NUMBERS, SharedValues
-from dflow.distributed.steps.retries import retried
 from dflow.distributed.task.variable_layout import layout_of
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
@@ -145,7 +144,7 @@ class ClusterHome(ClusterResources):
             return found[1]
 
         try:
-            yield retried(self.steps, captured)
+            yield self.steps.retried(captured)
         finally:
             shared.end()
 

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.client.coordinator_client import ANSWER_S
 from dflow.distributed.cluster.cluster_steps import ClusterSteps
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
-from dflow.distributed.steps.retries import is_recovered, retried
 from dflow.distributed.task.task_resources import described
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
@@ -80,7 +80,7 @@ class ClusterResources:
         """
         refuse_unnamed(resource, resource.title, resource.error)
         try:
-            return retried(self.steps, partial(self._created, resource))
+            return self.steps.retried(partial(self._created, resource))
         except (DeviceError, TaskLost) as error:
             raise error.__class__(f"{error}{at(resource.loc)}") from None
         except (VariableError, resource.error) as error:
@@ -131,7 +131,7 @@ class ClusterResources:
             self.save_changes(f"the end of queue {queue!r}", CLOSE_WAIT_S)
             return found
 
-        return retried(self.steps, end_and_save, (TaskLost, StepCancelled))
+        return self.steps.retried(end_and_save, (TaskLost, StepCancelled))
 
     def producer(self, queue: Queue, where: str, name: str | None) -> TaskQueueProducer:
         """Return the producing side of a queue; see `StateBackend.producer`."""
@@ -146,7 +146,8 @@ class ClusterResources:
         """
         self.steps.state_changed()
         try:
-            is_saved = self._requests.coordinator.ask(SaveChanges(self._requests.task, wait_s)).is_saved
+            message = SaveChanges(self._requests.task, wait_s)
+            is_saved = self._requests.coordinator.ask(message, wait_s + ANSWER_S).is_saved
         except DeadlineExceeded:  # the coordinator is away: the change is made, and its next process may save it
             is_saved = False
         if not is_saved and wait_s:
@@ -189,7 +190,7 @@ class TaskQueueProducer:
 
     def fed(self) -> IndexSet:
         """Return the numbers of elements that were put in; see `QueueProducer`."""
-        answer = retried(self.resources.steps, lambda: self.requests.ask(self.task, GetFed(self.key, self.name)))
+        answer = self.resources.steps.retried(lambda: self.requests.ask(self.task, GetFed(self.key, self.name)))
         return IndexSet(range(*pair) for pair in answer.message.ranges)
 
     def forget(self) -> None:
@@ -211,7 +212,7 @@ class TaskQueueProducer:
         """See `QueueProducer`."""
         if isinstance(error, StepCancelled):
             failures = 1  # a return to a snapshot has cancelled it, whose number is not limited
-        return isinstance(error, TaskLost | StepCancelled) and is_recovered(self.resources.steps, error, failures)
+        return isinstance(error, TaskLost | StepCancelled) and self.resources.steps.is_recovered(error, failures)
 
     def _call(self, op: ResourceOp, operands: tuple[ArrayInfo, ...], step: StepId) -> CallResource:
         return CallResource(self.key, op, step.origin, step.number, operands)

@@ -23,11 +23,12 @@ import jax
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
 from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
-from dflow.distributed.steps.retries import retried
+from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.steps.step_gate import begins_parts, is_in_step
 from dflow.distributed.steps.step_identity import CURRENT_STEPS, LoopSteps
 from dflow.distributed.steps.steps_ahead import CURRENT, BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.task.task_server import TaskServer
+from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
 from dflow.distributed.wire.messages.plans import ForgetResults, ReleasePlan
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
@@ -65,9 +66,11 @@ Result = TypeVar("Result")
 
 #: Time for the report of a step's end or error to travel from task to task, in s.
 WORD_S = 5.0
+#: Most attempts to do something in a pause that is not broken.
+PAUSE_ATTEMPTS = 5
 
 
-class ClusterSteps:
+class ClusterSteps(RecoveringState):
     """The steps that the program of this task starts; thread-safe.
 
     `timeout_s`  longest duration of a step, in s
@@ -78,10 +81,8 @@ class ClusterSteps:
         #: The plans of functions that were garbage-collected. A finalizer runs on any thread, between any two
         #: instructions, so it must take no lock and send nothing. The next registration releases them.
         self._unused: deque[Mapping[str, int]] = deque()
-        #: Number of times that all tasks have returned to a snapshot: a task that was started again has no plans.
-        self.epoch = 0
-        #: Number of these returns that have undone steps.
-        self.undone = 0
+        #: A task has one request for a pause at a time.
+        self._pausing = threading.Lock()
         #: The training loops whose steps begin ahead.
         self._loops: list[StepsAhead] = []
         #: By run, the numbers of the steps that this process began and that have not ended.
@@ -146,7 +147,9 @@ class ClusterSteps:
     def while_paused(self, do: Callable[[], Result], what: str) -> Result:
         """Return `do()`, called while no task runs a step that several tasks take part in; `what` is done by it.
 
-        Raises StrategyError within such a step, which the pause would wait for.
+        `do` may be called several times: again if the coordinator was restarted or a task joined meanwhile.
+        raises  StrategyError within such a step, which the pause would wait for; DeadlineExceeded when the running
+                steps take too long, or pauses keep being broken
         """
         if is_in_step():
             raise StrategyError(
@@ -154,12 +157,19 @@ class ClusterSteps:
                 "call it in the loop over the run, not in the step",
                 at=caller(),
             )
-
-        def in_pause() -> Result:
-            reach("pause", self._task)
-            return do()
-
-        return self._requests.coordinator.with_steps_paused(in_pause, self.timeout_s)
+        coordinator = self._requests.coordinator
+        with self._pausing:
+            for _ in range(PAUSE_ATTEMPTS):
+                number, were_paused = 0, False
+                try:
+                    number = coordinator.ask(PauseSteps(self._task), self.timeout_s).number
+                    reach("pause", self._task)
+                    found = do()
+                finally:
+                    were_paused = coordinator.ask(ResumeSteps(self._task, number)).were_paused
+                if were_paused:
+                    return found
+        raise DeadlineExceeded(f"{PAUSE_ATTEMPTS} pauses of the steps ended early, since tasks joined meanwhile")
 
     def restored(self, epoch: int, undone: int) -> None:
         """Note a return of all tasks to a snapshot, see `StateRestored`; plans are registered again."""
@@ -180,7 +190,7 @@ class ClusterSteps:
         Waits for a task that was lost, if it returns to a snapshot. Raises TaskLost if not.
         """
         step = self.lower(traced, check=check, observe=observe)
-        return retried(self, lambda: self.register(step, step.own()))
+        return self.retried(lambda: self.register(step, step.own()))
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
         """Place and partition a traced function."""

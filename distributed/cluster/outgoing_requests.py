@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.client.coordinator_client import BARRIER_GRACE_S, CoordinatorClient
+from dflow.distributed.snapshots.recovery_waits import RECOVERY_S
 from dflow.distributed.snapshots.unsaved_state import UnsavedState
 from dflow.distributed.snapshots.used_state import UsedState
 from dflow.distributed.steps.step_gate import begins_parts, uses_tasks
@@ -57,7 +58,7 @@ class OutgoingRequests:
 
     def await_recovery(self, *, is_joining: bool = False) -> Recovered:
         """Wait until no state of tasks is lost; see `AwaitRecovery`. Raises TaskLost if it cannot be restored."""
-        return self.coordinator.ask(AwaitRecovery(self.task, is_joining))
+        return self.coordinator.ask(AwaitRecovery(self.task, is_joining), RECOVERY_S + BARRIER_GRACE_S)
 
     def ask(self, task: str, message: Request[Answer], payload: Payload = b"") -> Reply[Answer]:
         """Send another task a request, and wait for its answer.

@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import msgspec
+from jax.sharding import Mesh
 
-from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.collectives.collectives import Collectives
+from dflow.distributed.collectives.process_mesh import ProcessMesh
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.training.batch_supply import END, BatchSupply
 from dflow.distributed.training.step_report import first_not_finite, losses_of, real_scalars
@@ -27,7 +30,6 @@ from dflow.distributed.training.strategy import (
     REPORT_S,
     StepResult,
     Strategy,
-    StrategyCluster,
     StrategyRun,
     arguments_of,
 )
@@ -35,33 +37,8 @@ from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
 from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.near_names import suggests_keywords
 
-if TYPE_CHECKING:
-    # The command line imports this module, and has no time to import JAX.
-    from jax.sharding import Mesh
-
-    from dflow.distributed.collectives.agreed_programs import AgreedPrograms
-    from dflow.distributed.collectives.process_mesh import ProcessMesh
-    from dflow.lowering.state.store import Store
-
 LOGGER = logging.getLogger("dflow")
 EMPTY: Mapping[str, float] = MappingProxyType({})
-
-
-class CollectiveCluster(StrategyCluster, Protocol):
-    """The part of a cluster that the strategy needs."""
-
-    #: Whether this process is the only one for good.
-    is_standalone: bool
-    #: The processes that compute together; None before `start_collectives`.
-    group: ProcessGroup | None
-    #: Compares the programs of these processes; None before `start_collectives`.
-    programs: AgreedPrograms | None
-    #: The variables of this process.
-    store: Store
-
-    def process_mesh(self, axes: Mapping[str, int], batch_axis: str, *, fully_sharded: bool) -> ProcessMesh:
-        """Return the mesh over the devices of all processes."""
-        ...
 
 
 class AllReduce(Strategy):
@@ -89,24 +66,24 @@ class AllReduce(Strategy):
 
     run_prefix = "all_reduce"
     ends_together = True
-    _cluster: CollectiveCluster
 
     @suggests_keywords
     def __init__(
         self,
-        cluster: CollectiveCluster,
+        cluster: Cluster,
         *,
         axes: Mapping[str, int] | None = None,
         batch_axis: str = "data",
         fully_sharded: bool = False,
     ) -> None:
-        if cluster.group is None and not cluster.is_standalone:
+        collectives = cluster.part(Collectives)
+        if collectives.group is None and not cluster.is_standalone:
             raise StrategyError(
                 f"{type(self).__name__}: expected a cluster with collectives, got one without",
                 "write dflow.connect(collectives=True)",
             )
-        self._cluster, self._group = cluster, cluster.group
-        self._on = cluster.process_mesh(axes or {"data": -1}, batch_axis, fully_sharded=fully_sharded)
+        self._cluster, self._group, self._programs = cluster, collectives.group, collectives.programs
+        self._on = ProcessMesh(axes or {"data": -1}, batch_axis, fully_sharded=fully_sharded)
         self._first = 0
 
     @property
@@ -177,11 +154,11 @@ class AllReduce(Strategy):
     @contextmanager
     def _step_of(self, run: StrategyRun, number: int) -> Iterator[None]:
         """Return the context of step `number`, whose programs all processes compare before they run them."""
-        if self._cluster.programs is None:
+        if self._programs is None:
             yield
             return
         point, is_one_call = _point(run, number), hasattr(run.step, "trace")
-        with self._on.shared_step(self._cluster.programs, point, is_one_call=is_one_call):
+        with self._on.shared_step(self._programs, point, is_one_call=is_one_call):
             yield
 
     def _end_together(self, run: StrategyRun) -> None:
@@ -279,14 +256,14 @@ def _refuse_unequal(what: str, given: Mapping[str, str]) -> None:
 class StepProgress:
     """Reports this worker's steps to the coordinator, at most every `REPORT_S`."""
 
-    def __init__(self, cluster: StrategyCluster, run: str, total: int, first: int) -> None:
+    def __init__(self, cluster: Cluster, run: str, total: int, first: int) -> None:
         self._cluster, self._run, self._total = cluster, run, total
         self._done = self._told = first
         self._losses: list[Mapping[str, Any]] = []
         self._outcome: Any = None
         self._told_s = time.monotonic()
         # Steps before a later return to a snapshot are not counted.
-        self._undone = cluster.undone
+        self._undone = cluster.steps.undone
 
     @property
     def is_over(self) -> bool:

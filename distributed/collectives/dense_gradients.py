@@ -19,7 +19,8 @@ import numpy as np
 from jax import jit as jax_jit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflow.distributed.collectives.agreed_programs import AgreedPrograms
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.training.applying import GivenOptimizer, is_own
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.errors import StrategyError
@@ -61,9 +62,7 @@ class DenseStep:
 
 
 class DenseGradients:
-    """Receives gradients in a step, and applies their means. Made once for a cluster.
-
-    programs  compares the updates of all processes; None in a standalone one
+    """Receives gradients in a step, and applies their means; all strategies of a cluster share what it compiles.
 
     It keeps the gradients of the newest step for each optimizer and each structure, which the compiled steps write, as
     long as the optimizer lives.
@@ -71,8 +70,8 @@ class DenseGradients:
 
     inlines = is_look = False
 
-    def __init__(self, programs: AgreedPrograms | None) -> None:
-        self._programs = programs
+    def __init__(self, cluster: Cluster) -> None:
+        self._programs = cluster.part(Collectives).programs
         self.name = f"dense gradients {next(_serials)}"
         self._kept: WeakKeyDictionary[GivenOptimizer, dict[_Key, KeptGradients]] = WeakKeyDictionary()
         #: The variables that all processes have copies of.

@@ -14,92 +14,50 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import jax
 from msgspec.structs import replace
 
-from dflow.distributed.cluster.cluster_resources import task_of_resource
-from dflow.distributed.cluster.cluster_steps import ClusterSteps
-from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
-from dflow.distributed.steps.retries import retried
-from dflow.distributed.wire.codec import decode_arrays
-from dflow.distributed.wire.messages.checkpoints import (
-    CaptureVariables,
-    EndCapture,
-    EndShare,
-    ReadCapture,
-    ShareCapture,
-)
-from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.cluster.shared_values import SharedValues
+from dflow.distributed.training.claims import claimed
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
-from dflow.tracing.errors import DflowError
+from dflow.tracing.errors import DflowError, TrainingError
+from dflow.tracing.source import caller
 from dflow.tracing.state.resources import Variable
-
-#: Numbers that identify this process's captures and restores on the tasks.
-CAPTURE_NUMBERS = itertools.count()
 
 #: Evaluates the batches of some numbers with values of variables; returns sums by name.
 Sums = Callable[[range, Sequence[jax.Array]], Mapping[str, float]]
 
 
-class SharedValues:
-    """The values of variables on tasks at one moment, which other tasks of the cluster can read by a name."""
+class Evaluations:
+    """The evaluations that a task of a cluster has part in."""
 
-    def __init__(
-        self, requests: OutgoingRequests, steps: ClusterSteps, variables: Sequence[Variable], name: str | None = None
-    ) -> None:
-        self._requests, self._steps, self._variables = requests, steps, variables
-        self._name = name or f"{next(CAPTURE_NUMBERS)} of {requests.task}"
-        self._keys: dict[str, list[str]] = defaultdict(list)
-        for variable in variables:
-            self._keys[task_of_resource(variable)].append(variable.key)
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._names = cluster, set[str]()
 
-    def capture(self) -> None:
-        """Have all tasks keep the values of one moment between two steps."""
-        me, number = self._requests.task, next(CAPTURE_NUMBERS)
-        captures = {task: CaptureVariables(me, number, tuple(keys)) for task, keys in self._keys.items()}
-        try:
-            self._steps.while_paused(lambda: self._ask(captures), "an evaluation")
-            self._ask(dict.fromkeys(self._keys, ShareCapture(me, number, self._name)))
-        except BaseException:
-            with suppress(DflowError):
-                self._ask(dict.fromkeys(self._keys, EndCapture(me, number)))
-            raise
+    def begin(self, name: str, count: int) -> SharedEvaluation | None:
+        """Return this task's part in an evaluation of `count` batches; None in a standalone process.
 
-    def read(self) -> tuple[str, list[jax.Array]] | None:
-        """Return a name of the capture and its values, in the order of the variables; None unless all tasks have it."""
-        me = self._requests.task
-        answers = self._ask({task: ReadCapture(me, self._name, tuple(keys)) for task, keys in self._keys.items()})
-        captures = {f"{answer.number} by {answer.origin}" if answer.origin else "" for answer, _ in answers}
-        if len(captures) != 1 or "" in captures:
-            return None
-        values: dict[str, jax.Array] = {}
-        for keys, (answer, payload) in zip(self._keys.values(), answers, strict=True):
-            values.update(zip(keys, map(jax.device_put, decode_arrays(answer.arrays, payload)), strict=True))
-        return captures.pop(), [values[variable.key] for variable in self._variables]
-
-    def end(self) -> None:
-        """End this task's use of the values; a task that is gone has released them too."""
-        with suppress(DflowError):
-            self._ask(dict.fromkeys(self._keys, EndShare(self._requests.task, self._name)))
-
-    def _ask(self, messages: Mapping[str, Request[Answer]]) -> list[Any]:
-        answers = self._requests.ask_all([(task, message, b"") for task, message in messages.items()])
-        for answer in answers:
-            if isinstance(answer, DflowError):
-                raise answer
-        return answers
+        Raises TrainingError for the name of an earlier one of this process.
+        """
+        if name in self._names:
+            raise TrainingError(
+                f"evaluation {name!r}: expected a new name for each evaluation, got one for the second time",
+                "put the number of the step into it",
+                at=caller(),
+            )
+        self._names.add(name)
+        return None if self._cluster.is_standalone else SharedEvaluation(self._cluster, name, count)
 
 
 class SharedEvaluation:
     """This task's part in the evaluation `name` of `count` batches."""
 
-    def __init__(self, requests: OutgoingRequests, steps: ClusterSteps, name: str, count: int) -> None:
-        self._requests, self._steps, self._name, self._count = requests, steps, name, count
+    def __init__(self, cluster: Cluster, name: str, count: int) -> None:
+        self._cluster, self._name, self._count = cluster, name, count
         self._result = self._claim(f"result of evaluation {name}", 1)
 
     def run(self, variables: Sequence[Variable], sums: Sums) -> dict[str, float]:
@@ -109,10 +67,10 @@ class SharedEvaluation:
 
         sums  evaluates the batches of some numbers with these values of the variables, and returns their sums by name
         """
-        return retried(self._steps, lambda: self._run(variables, sums))
+        return self._cluster.steps.retried(lambda: self._run(variables, sums))
 
     def _run(self, variables: Sequence[Variable], sums: Sums) -> dict[str, float]:
-        shared = SharedValues(self._requests, self._steps, variables, self._name)
+        shared = SharedValues(self._cluster.requests, self._cluster.steps, variables, self._name)
         try:
             found = self._captured(shared)
             return found if isinstance(found, dict) else self._recorded(self._summed(*found, sums))
@@ -139,19 +97,19 @@ class SharedEvaluation:
 
     def _summed(self, capture: str, values: Sequence[jax.Array], sums: Sums) -> dict[str, float]:
         claim = self._claim(f"evaluation {self._name} of capture {capture}", self._count)
-        claimed = self._ask(claim)
-        while claimed.count:
+        given = self._ask(claim)
+        while given.count:
             with self._returned(claim):
-                found = sums(claimed.steps, values)
-            claimed = self._ask(replace(claim, done=claimed.count, sums=dict(found)))
-        return dict(claimed.sums)
+                found = sums(given.steps, values)
+            given = self._ask(replace(claim, done=given.count, sums=dict(found)))
+        return dict(given.sums)
 
     def _recorded(self, sums: dict[str, float]) -> dict[str, float]:
         """Record the result, for tasks that come later; return the one that was recorded first."""
-        claimed = self._ask(self._result)
-        if claimed.count:
-            claimed = self._ask(replace(self._result, done=1, sums=sums))
-        return dict(claimed.sums)
+        given = self._ask(self._result)
+        if given.count:
+            given = self._ask(replace(self._result, done=1, sums=sums))
+        return dict(given.sums)
 
     @contextmanager
     def _returned(self, claim: ClaimSteps) -> Iterator[None]:
@@ -164,7 +122,7 @@ class SharedEvaluation:
             raise
 
     def _claim(self, run: str, count: int) -> ClaimSteps:
-        return ClaimSteps(run, self._requests.task, count, is_training=False)
+        return ClaimSteps(run, self._cluster.task, count, is_training=False)
 
     def _ask(self, claim: ClaimSteps) -> Claimed:
-        return self._requests.coordinator.ask(claim)
+        return claimed(self._cluster.coordinator, claim)

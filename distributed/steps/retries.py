@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from dflow.distributed.steps.step_gate import is_in_step
 from dflow.tracing.errors import DflowError, TaskLost
@@ -21,56 +21,47 @@ MOST_FAILURES = 3
 RETRY_S = 0.5
 
 
-class RecoveringState(Protocol):
+class RecoveringState:
     """State on other tasks, which return to a snapshot when some of it was lost."""
 
-    @property
-    def epoch(self) -> int:
-        """Number of times that all tasks have returned to a snapshot, after which steps are done again."""
-        ...
-
-    @property
-    def undone(self) -> int:
-        """Number of these returns that have undone steps."""
-        ...
+    #: Number of times that all tasks have returned to a snapshot, after which steps are done again.
+    epoch = 0
+    #: Number of these returns that have undone steps.
+    undone = 0
 
     def await_recovery(self) -> None:
         """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
-        ...
+        raise NotImplementedError
 
+    def is_recovered(self, error: BaseException, failures: int, since: int | None = None) -> bool:
+        """Wait until no state of tasks is lost; return whether that is so, and what failed can be tried again.
 
-def is_recovered(state: RecoveringState, error: BaseException, failures: int, since: int | None = None) -> bool:
-    """Wait until no state of tasks is lost; return whether that is so, and what failed can be tried again.
+        Within a step, returns False without waiting.
 
-    Within a step, returns False without waiting.
-
-    error     the error of a step or an enqueue, which gets a note if the state cannot be restored
-    failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
-              coordinator may not know of a loss yet
-    since     the epoch before the step or the enqueue began; by default that of now
-    """
-    if failures > MOST_FAILURES or is_in_step():
-        return False
-    epoch = state.epoch if since is None else since
-    try:
-        state.await_recovery()
-    except DflowError as refusal:
-        error.add_note(str(refusal))
-        return False
-    if state.epoch == epoch:
-        time.sleep(RETRY_S * failures)
-    return True
-
-
-def retried(
-    state: RecoveringState, do: Callable[[], Result], errors: tuple[type[DflowError], ...] = (TaskLost,)
-) -> Result:
-    """Return `do()`, called again after one of `errors` as `is_recovered` says."""
-    failures = 0
-    while True:
+        error     the error of a step or an enqueue, which gets a note if the state cannot be restored
+        failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
+                  coordinator may not know of a loss yet
+        since     the epoch before the step or the enqueue began; by default that of now
+        """
+        if failures > MOST_FAILURES or is_in_step():
+            return False
+        epoch = self.epoch if since is None else since
         try:
-            return do()
-        except errors as error:
-            failures += 1
-            if not is_recovered(state, error, failures):
-                raise
+            self.await_recovery()
+        except DflowError as refusal:
+            error.add_note(str(refusal))
+            return False
+        if self.epoch == epoch:
+            time.sleep(RETRY_S * failures)
+        return True
+
+    def retried(self, do: Callable[[], Result], errors: tuple[type[DflowError], ...] = (TaskLost,)) -> Result:
+        """Return `do()`, called again after one of `errors` as `is_recovered` says."""
+        failures = 0
+        while True:
+            try:
+                return do()
+            except errors as error:
+                failures += 1
+                if not self.is_recovered(error, failures):
+                    raise

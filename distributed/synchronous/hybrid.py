@@ -10,35 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from dflow.distributed.collectives.all_reduce import AllReduce, CollectiveCluster, StepProgress
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.collectives.all_reduce import AllReduce, StepProgress
+from dflow.distributed.collectives.dense_gradients import DenseGradients
+from dflow.distributed.synchronous.round_part import RoundPart
 from dflow.distributed.training.strategy import StrategyRun
 from dflow.distributed.wire.messages.rounds import RoundOpen
 from dflow.tracing.errors import DflowError, InternalError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
-
-if TYPE_CHECKING:
-    # The command line imports this module, and has no time to import JAX.
-    from dflow.distributed.collectives.dense_gradients import DenseGradients
-    from dflow.distributed.synchronous.round_part import RoundPart
-
-
-class HybridCluster(CollectiveCluster, Protocol):
-    """The part of a cluster that the strategy needs."""
-
-    @property
-    def identity(self) -> tuple[str, str]:
-        """The cluster, as long as its coordinator keeps its state, and this task's name."""
-        ...
-
-    def dense_gradients(self) -> DenseGradients:
-        """Return what averages the gradients for variables of this process over all processes."""
-        ...
-
-    def take_part(self, run: str, job: str, dense: DenseGradients | None = ...) -> RoundPart | None:
-        """Return this worker's part in a run of synchronous training; None if there is no other worker."""
-        ...
 
 
 class Hybrid(AllReduce):
@@ -56,27 +37,23 @@ class Hybrid(AllReduce):
     """
 
     run_prefix = "hybrid"
-    _cluster: HybridCluster
 
     @suggests_keywords
-    def __init__(self, cluster: HybridCluster, *, job: str = "ps") -> None:
+    def __init__(self, cluster: Cluster, *, job: str = "ps") -> None:
         super().__init__(cluster)
-        self._job, self._dense = job, cluster.dense_gradients()
+        self._job, self._dense = job, cluster.part(DenseGradients)
 
     def variables(self) -> AbstractContextManager[None]:
         return self._on.copies(self._group, self._cluster.store, self._dense.copies)
 
     def _steps(self, run: StrategyRun) -> Iterator[Any]:
-        # Of this group alone: after a death the next one begins with the tables of the checkpoint, and so does a job
-        # that goes on from a snapshot, which has the rounds of the cluster before.
-        number_of_group, (cluster, _) = 0 if self._group is None else self._group.number, self._cluster.identity
-        part = self._cluster.take_part(f"{run.name} of group {number_of_group} of {cluster}", self._job, self._dense)
-        if part is None:
+        if self._cluster.is_standalone:
             yield from super()._steps(run)
             return
+        part = self._part(run.name)
         progress = StepProgress(self._cluster, run.name, run.steps, self._first)
         gradients, opening = None, RoundOpen(-1, 0)
-        epoch = self._cluster.epoch
+        epoch = self._cluster.steps.epoch
         try:
             for batch in self._batches(run):
                 with self._computing(), self._refusing_return(run.name, epoch):
@@ -104,6 +81,16 @@ class Hybrid(AllReduce):
         with self._computing():
             progress.report()
 
+    def _part(self, run: str) -> RoundPart:
+        """Return this worker's part in the rounds of its group.
+
+        After a death the next group begins with the tables of the checkpoint, and so does a job that goes on from a
+        snapshot, which has the rounds of the cluster before.
+        """
+        assert self._group is not None  # this process is not standalone
+        cluster, _ = self._cluster.identity
+        return RoundPart(self._cluster, f"{run} of group {self._group.number} of {cluster}", self._job, self._dense)
+
     @contextmanager
     def _refusing_return(self, run: str, epoch: int) -> Iterator[None]:
         """Raise TaskLost, also in place of other errors, if the tables have returned to a snapshot since `epoch`."""
@@ -117,7 +104,7 @@ class Hybrid(AllReduce):
         self._refuse_return(run, epoch)
 
     def _refuse_return(self, run: str, epoch: int, cause: DflowError | None = None) -> None:
-        if self._cluster.epoch != epoch:
+        if self._cluster.steps.epoch != epoch:
             raise TaskLost(
                 f"the tables of run {run!r} have returned to a snapshot, and the dense layers have not",
                 "start the workers again, which restore both from a checkpoint",

@@ -11,22 +11,21 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.cluster.cluster_steps import ClusterSteps, written_on_tasks
-from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
-from dflow.distributed.collectives.agreed_programs import AgreedPrograms
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.cluster.cluster_steps import written_on_tasks
+from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.dense_gradients import DenseGradients, DenseStep
-from dflow.distributed.steps.retries import retried
 from dflow.distributed.synchronous.round_gradients import Gradients, GradientTypes, each_of, leaves_of, together
 from dflow.distributed.training.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
-from dflow.distributed.training.compared_steps import compare_step, settings_of
+from dflow.distributed.training.compared_steps import ComparedSteps, settings_of
 from dflow.distributed.training.long_wait import waited_for
-from dflow.distributed.training.strategy import StrategyCluster, arguments_of
+from dflow.distributed.training.strategy import arguments_of
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.rounds import (
@@ -57,30 +56,19 @@ _REMEDY = "call apply of each dflow.Optimizer once, outside of loops: add up gra
 _UPDATES = "train by Async, whose steps may update variables themselves, as a loaded step does"
 
 
-class RoundTasks(StrategyCluster, Protocol):
-    """The part of a cluster that is needed here; see `Cluster`."""
-
-    #: Messages to other tasks, and steps that run on them.
-    requests: OutgoingRequests
-    steps: ClusterSteps
-    #: Compares the programs of processes that compute together; None if they do not.
-    programs: AgreedPrograms | None
-
-    def refuse_unequal(self, run: str) -> None:
-        """Raise StrategyError if the workers of the run are known to have different steps."""
-        ...
-
-
 class RoundPart:
     """This worker's messages to the step aggregator of a run, called the host here.
 
     dense  receives the gradients of the step for variables of this process; None if there must be none
     """
 
-    def __init__(self, cluster: RoundTasks, run: str, job: str, dense: DenseGradients | None = None) -> None:
+    def __init__(self, cluster: Cluster, run: str, job: str, dense: DenseGradients | None = None) -> None:
         self._cluster, self._run, self._job, self._dense = cluster, run, job, dense
+        #: Compares the programs of workers that compute together; None if they only share the variables of tasks.
+        self._programs = cluster.part(Collectives).programs if dense is not None else None
+        self._compared = cluster.part(ComparedSteps)
         place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
-        self._host = self._placed(place)
+        self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(place)).task
         #: What `dense` keeps of each step of the run, when it was opened.
         self.kept = DenseStep()
         #: The name of the host's accumulator, when the run was opened.
@@ -90,10 +78,6 @@ class RoundPart:
         # This process alone does them: the next one of this task cannot know which of them are in an average.
         own = f"{run}\nsteps of {cluster.task} {cluster.steps.server.starter.first}"
         self._steps = cluster.steps.loop_steps(own, is_synchronous=True)
-
-    def _placed(self, place: PlaceVariable) -> str:
-        """Return the run's host; if it was lost, once all tasks have returned to a snapshot."""
-        return retried(self._cluster, lambda: self._cluster.coordinator.ask(place)).task
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
@@ -137,7 +121,7 @@ class RoundPart:
         traced = trace(lambda *taken: gradients.update(optimizer, taken), taken_types, {})
         if self._programs is not None:
             self._programs.compare(f"the update of run {self._run!r}", listing(traced))
-        epoch = self._cluster.epoch  # before the plans are sent: those of before a return are refused
+        epoch = self._cluster.steps.epoch  # before the plans are sent: those of before a return are refused
         handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         workers, count = self._cluster.colleagues()[0], len(before)
@@ -152,12 +136,7 @@ class RoundPart:
             self._programs.compare(f"the first step of run {self._run!r}", items)
             return
         trained = jax.tree_util.tree_leaves([one.variables for one in optimizers], is_leaf=is_variable)
-        compare_step(self._cluster.coordinator, self._run, "", [*written_on_tasks(traced), *trained], optimizers)
-
-    @property
-    def _programs(self) -> AgreedPrograms | None:
-        """Compares the programs of workers that compute together; None if they only share the variables of tasks."""
-        return self._cluster.programs if self._dense is not None else None
+        self._compared.compare(self._run, "", [*written_on_tasks(traced), *trained], optimizers)
 
     def run_step(
         self, gradients: Gradients, step: Callable[..., Any], batch: Any, opening: RoundOpen
@@ -168,10 +147,10 @@ class RoundPart:
 
         Raises StepCancelled if all tasks have returned to a snapshot since the round was opened.
         """
-        self._cluster.refuse_unequal(self._run)
+        self._compared.refuse_unequal(self._run)
         steps = self._cluster.steps
         with steps.server.gate.step(steps.timeout_s):
-            if self._cluster.epoch != self._epoch:
+            if self._cluster.steps.epoch != self._epoch:
                 # It would be a step of later rounds than those that are done again now.
                 raise StepCancelled(
                     f"round {opening.done} of {self._run!r} was opened before all tasks returned to a snapshot"
@@ -186,11 +165,11 @@ class RoundPart:
         """Wait for the opening after number `done`; log a warning while workers are missing."""
 
         def asked(wait_s: float) -> RoundOpen:
-            self._cluster.refuse_unequal(self._run)
+            self._compared.refuse_unequal(self._run)
             message = NextRound(self._run, self._cluster.task, done, self._accumulator, wait_s)
             return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
 
-        self._epoch = self._cluster.epoch
+        self._epoch = self._cluster.steps.epoch
         opening = waited_for(self._cluster.task, self._cluster.steps.timeout_s, asked, self._yet_to_come)
         self._steps.are_over_before(opening.done)
         return opening

@@ -14,31 +14,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from msgspec.structs import replace
 
 from dflow.distributed.asynchronous.async_ import Async
-from dflow.distributed.steps.retries import is_recovered
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.synchronous.round_part import RoundPart
 from dflow.distributed.training.batch_supply import END, BatchSupply
 from dflow.distributed.training.step_report import first_not_finite, real_scalars
-from dflow.distributed.training.strategy import REPORT_S, Strategy, StrategyCluster, StrategyRun
+from dflow.distributed.training.strategy import REPORT_S, Strategy, StrategyRun
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
-
-if TYPE_CHECKING:
-    # The command line imports this module, and has no time to import JAX.
-    from dflow.distributed.synchronous.round_part import RoundPart
-
-
-class Workers(StrategyCluster, Protocol):
-    """The part of a cluster that the strategy needs."""
-
-    def take_part(self, run: str, job: str) -> RoundPart | None:
-        """Return this worker's part in a run of synchronous training; None if there is no other worker."""
-        ...
 
 
 class Sync(Strategy):
@@ -57,10 +46,9 @@ class Sync(Strategy):
     """
 
     run_prefix = "sync_run"
-    _cluster: Workers
 
     @suggests_keywords
-    def __init__(self, cluster: Workers, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:
+    def __init__(self, cluster: Cluster, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:
         workers = cluster.colleagues()[1]
         if not 0 <= backup_workers < workers:
             raise StrategyError(
@@ -86,21 +74,26 @@ class Sync(Strategy):
                 "requeue=True: expected an iterable of batches, got a function, which gives each round its own",
                 "leave requeue out, or give an iterable",
             )
-        part = self._cluster.take_part(run.name, self._job)
-        if part is not None:
-            yield from self._rounds(part, run)
+        if not self._cluster.is_standalone:
+            yield from self._rounds(self._part(run.name), run)
             return
+        # Each step is a round of one worker.
         for outcome in Async(self._cluster).results(run):
             self.accepted += 1
             yield outcome
+
+    def _part(self, run: str) -> RoundPart:
+        """Return this worker's part in a run of several."""
+        return RoundPart(self._cluster, run, self._job)
 
     def _rounds(self, part: RoundPart, run: StrategyRun) -> Iterator[Any]:
         progress, done = _Progress(self._cluster, run.name, run.steps), -1
         batches, failures = _RoundBatches(run.batches, self._cluster, run.steps), 0
         try:
             while batches.newest is not END:
-                epoch = self._cluster.epoch
-                progress.begin(self._cluster.undone)
+                state = self._cluster.steps
+                epoch = state.epoch
+                progress.begin(state.undone)
                 try:
                     gradients = part.open(run.step, batches.newest, run.steps, self._wanted)
                     if gradients is None:
@@ -136,11 +129,11 @@ class Sync(Strategy):
                     return
                 except DflowError as error:
                     # After a return to a snapshot the openings and accumulators from before it are no more.
-                    is_loss = isinstance(error, TaskLost) or self._cluster.epoch != epoch
+                    is_loss = isinstance(error, TaskLost) or state.epoch != epoch
                     failures += 1
-                    if batches.is_taking or not is_loss or not is_recovered(self._cluster, error, failures, epoch):
+                    if batches.is_taking or not is_loss or not state.is_recovered(error, failures, epoch):
                         raise
-                    if self._cluster.epoch != epoch:
+                    if state.epoch != epoch:
                         failures = 0
                     done = -1
         finally:
@@ -151,7 +144,7 @@ class Sync(Strategy):
 class _RoundBatches:
     """This worker's batches by round; a function's are taken ahead of the round, as an iterable's are."""
 
-    def __init__(self, supply: BatchSupply, cluster: Workers, rounds: int) -> None:
+    def __init__(self, supply: BatchSupply, cluster: Cluster, rounds: int) -> None:
         self._supply, self._rounds = supply, rounds
         self._index, self._workers = split_task_name(cluster.task)[1], cluster.colleagues()[1]
         #: Whether the program's code runs, whose errors are not those of a step.
@@ -177,7 +170,7 @@ class _RoundBatches:
 class _Progress:
     """Reports a worker's progress to the coordinator, at most every `REPORT_S`."""
 
-    def __init__(self, cluster: Workers, run: str, total: int) -> None:
+    def __init__(self, cluster: Cluster, run: str, total: int) -> None:
         self._cluster = cluster
         self._told_at, self._news = time.monotonic(), RoundsDone(run, cluster.task, 0, total, 0)
 

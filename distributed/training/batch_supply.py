@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax import tree_util
 
 from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.errors import StrategyError
@@ -76,9 +77,6 @@ class BatchSupply:
 
         `END` after the last batch, and in place of one whose error `take` will raise.
         """
-        # Not for the whole module: the command line imports it, and has no time to import JAX.
-        from jax import tree_util
-
         if not self._has(number):
             self._early.clear()
             try:

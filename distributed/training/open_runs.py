@@ -11,10 +11,11 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, TypeVar
 
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.source import caller
 
@@ -32,7 +33,7 @@ class OpenRun:
         self._is_closed = False
         self._results: Generator[Any] | None = None
 
-    def of(self, name: str, results: Generator[T]) -> Iterator[T]:
+    def of(self, name: str, results: Generator[T]) -> Generator[T]:
         """Yield the results of the run `name`. Raises StrategyError for the next one if the cluster was closed."""
         if not self._is_closed:
             self._results = results
@@ -52,27 +53,29 @@ class OpenRun:
             results.close()
 
 
-#: By run, the identity of its strategy's cluster, and its state.
-_open: weakref.WeakKeyDictionary[Generator[Any], tuple[int, OpenRun | None]] = weakref.WeakKeyDictionary()
+class OpenRuns:
+    """The runs of a cluster that the program has not finished."""
 
+    def __init__(self, cluster: Cluster) -> None:
+        self._open: weakref.WeakKeyDictionary[Generator[Any], OpenRun] = weakref.WeakKeyDictionary()
 
-def closed_at_exit(run: Generator[T], cluster: Any, opened: OpenRun | None = None) -> Generator[T]:
-    """Return the run, which is closed at the exit of the process if it is still there.
+    def add(self, run: Generator[T], opened: OpenRun) -> Generator[T]:
+        """Return the run, which is closed at the exit of the process, and `opened` when the cluster is closed."""
+        self._open[run] = opened
+        # Again for each: it comes before the ends of clusters that the program has joined meanwhile.
+        atexit.unregister(self._close_at_exit)
+        atexit.register(self._close_at_exit)
+        return run
 
-    opened  closed in place of the run when the cluster is closed
-    """
-    _open[run] = id(cluster), opened
-    # Again for each: it comes before the ends of clusters that the program has joined meanwhile.
-    atexit.unregister(close_runs)
-    atexit.register(close_runs)
-    return run
+    def close(self) -> None:
+        """Close the runs, since their cluster is closed."""
+        atexit.unregister(self._close_at_exit)
+        for opened in list(self._open.values()):
+            _close(opened)
 
-
-def close_runs(cluster: Any = None) -> None:
-    """Close the runs of a cluster that this process has not finished; by default all."""
-    for run, (owner, opened) in list(_open.items()):
-        if cluster is None or owner == id(cluster):
-            _close(run if cluster is None or opened is None else opened)
+    def _close_at_exit(self) -> None:
+        for run in list(self._open):
+            _close(run)
 
 
 def _close(run: Generator[Any] | OpenRun) -> None:

@@ -7,20 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.process.termination import Terminated, TerminationGuard, held_back_in_steps
-from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.training.batch_supply import END, BatchSupply
-from dflow.distributed.training.open_runs import OpenRun, closed_at_exit
+from dflow.distributed.training.open_runs import OpenRun, OpenRuns
 from dflow.tracing.accepted_faults import SHORT, is_accepted
 from dflow.tracing.errors import DflowError, InternalError, StrategyError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import hide_own_frames
-
-if TYPE_CHECKING:
-    # Every command imports this module, and most need no client.
-    from dflow.distributed.client.coordinator_client import CoordinatorClient
 
 #: Type of the results of the program's step, which its loop yields.
 StepResult = TypeVar("StepResult")
@@ -31,58 +27,6 @@ _run_counts: Counter[tuple[Hashable, str]] = Counter()
 
 #: Least time between a worker's reports of the steps that it has done.
 REPORT_S = 0.25
-
-
-#: Returns the context of a step; see `StrategyCluster.shared_steps`.
-SharedStep = Callable[[range, tuple[Any, Any] | None], AbstractContextManager[None]]
-
-
-class StrategyCluster(RecoveringState, Protocol):
-    """The part of a cluster that every strategy needs; see `Cluster`."""
-
-    #: The full name of this task.
-    task: str
-    #: Assigns steps to workers, and collects their progress.
-    coordinator: CoordinatorClient
-
-    @property
-    def identity(self) -> Hashable:
-        """Identity of this task of this cluster, in a process that may have several."""
-        ...
-
-    def shared_steps(
-        self,
-        run: str,
-        prefetch: int,
-        max_staleness: int | None = None,
-        job: str = "ps",
-        *,
-        is_one_call: bool = False,
-    ) -> AbstractContextManager[SharedStep]:
-        """Return the context of a loop over steps of `run`, which other workers run too.
-
-        It gives the context of each step. Its first argument has the number of the step in the run, and the numbers of
-        the loop's next steps as far as they are known; the second, if not None, the batches of the step and of the
-        next one. State that a step changes on other tasks is changed once, however often the step is tried.
-
-        prefetch       number of the loop's newest updates that the values fetched for a step may lack
-        max_staleness  number of updates by other steps that the values used in a step may lack; None for any number. A
-                       step's context then waits until the step may begin, and raises DeadlineExceeded
-        job            the job of the task that counts the steps for that
-        is_one_call    whether each step is one call of a function of `dflow.jit`, so that all workers call the same
-
-        What the steps write is compared with what those of the other workers write; a context raises StrategyError if
-        it differs.
-        """
-        ...
-
-    def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:
-        """Return a context that places new state on the tasks of `job`."""
-        ...
-
-    def colleagues(self) -> tuple[tuple[str, ...], int]:
-        """Return the live and expected tasks of this task's job, and their number including tasks that left."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -124,9 +68,9 @@ class Strategy:
     run_prefix: ClassVar[str] = "run"
     #: Whether the loops of all workers end after the same step.
     ends_together: ClassVar[bool] = False
-    _cluster: StrategyCluster
+    _cluster: Cluster
 
-    def __init__(self, cluster: StrategyCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
@@ -141,7 +85,7 @@ class Strategy:
         return self._cluster.parameter_servers()
 
     @property
-    def cluster(self) -> StrategyCluster:
+    def cluster(self) -> Cluster:
         """The cluster whose workers train."""
         return self._cluster
 
@@ -180,7 +124,7 @@ class Strategy:
                  lists; StrategyError from the loop if the program closes the cluster in it, before the last step
         """
         opened = OpenRun()
-        return closed_at_exit(self._loop(step, batches, steps, name, opened), getattr(self, "_cluster", self), opened)
+        return self._cluster.part(OpenRuns).add(self._loop(step, batches, steps, name, opened), opened)
 
     def _loop(
         self, step: Callable[..., Any], batches: Any, steps: int, name: str | None, opened: OpenRun
@@ -195,7 +139,7 @@ class Strategy:
         if count < 0:
             raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
         supply = batches if isinstance(batches, BatchSupply) else BatchSupply(batches)
-        run = name or run_name(getattr(self, "_cluster", None), self.run_prefix)
+        run = name or run_name(self._cluster, self.run_prefix)
         try:
             yield from opened.of(run, self._guarded(run, count, step, supply, opened))
         except DflowError as error:
@@ -214,8 +158,7 @@ class Strategy:
                 if not terminated.is_agreed:
                     self._cluster.coordinator.leave(terminated.reason)
                 raise
-        cluster: Any = getattr(self, "_cluster", None)
-        is_short = supply.has_ended and not supply.may_end and getattr(cluster, "is_standalone", False)
+        is_short = supply.has_ended and not supply.may_end and self._cluster.is_standalone
         if is_short and not is_accepted(SHORT):
             raise StrategyError(
                 f"run {run!r}: expected batches for {count} steps, got {supply.count}, after which they have ended",
@@ -224,9 +167,9 @@ class Strategy:
             )
 
 
-def run_name(cluster: StrategyCluster | None, prefix: str) -> str:
+def run_name(cluster: Cluster, prefix: str) -> str:
     """Return the name of a worker's next run without a name, such as `sync_run_0`: the same on every worker."""
-    counted = None if cluster is None else cluster.identity, prefix
+    counted = cluster.identity, prefix
     _run_counts[counted] += 1
     return f"{prefix}_{_run_counts[counted] - 1}"
 

@@ -261,10 +261,10 @@ def _a_failed_step_as_done(original: Any) -> Any:
         worker = strategy._cluster
         ask = worker.ask
 
-        def report_one_more(message: Any) -> Any:
+        def report_one_more(message: Any, *timeout_s: float) -> Any:
             if isinstance(message, ClaimSteps) and not message.more:
                 message = msgspec.structs.replace(message, done=message.done + 1)
-            return ask(message)
+            return ask(message, *timeout_s)
 
         worker.ask = report_one_more
         try:

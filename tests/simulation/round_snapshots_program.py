@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from dflow.distributed.steps.retries import retried
-from dflow.distributed.synchronous.sync import Sync, Workers
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.synchronous.sync import Sync
 from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CreateResource
@@ -31,7 +31,7 @@ from dflow.tracing.ir.resource_op import ResourceOp
 from tests.simulation.checks import name_of
 from tests.simulation.round_checks import RoundChecks
 from tests.simulation.round_snapshot_checks import RoundSnapshotChecks, tally_on
-from tests.simulation.rounds_program import REQUEST_S, Changes, RoundsWorker
+from tests.simulation.rounds_program import REQUEST_S, Changes, RoundsWorker, SimulatedSync
 from tests.simulation.snapshot_checks import names_on
 from tests.simulation.snapshot_variables import SnapshotVariables
 from tests.simulation.steps_program import RUN
@@ -74,7 +74,7 @@ class RoundSnapshotsWorker(RoundsWorker):
             self._variables.create_on(host)
             settings = AccumulatorSettings(Reduction.SUM)
             self._create(host, CreateResource(tally_on(host), f"accumulator<i32[{self._length}]>", settings))
-        sync = Sync(cast(Workers, self), backup_workers=self._backups)
+        sync = SimulatedSync(cast(Cluster, self), backup_workers=self._backups)
         while not self._runs_to_the_end(sync):
             self._member.say("has left its loop, and runs it again")
         if operator.length_hint(self._batches):
@@ -120,7 +120,7 @@ class RoundSnapshotsWorker(RoundsWorker):
     def take_part(self, run: str, job: str) -> RoundsWorker:
         """Return this worker, as its part in the run, once the run's host is not lost."""
         place = PlaceVariable(f"{run}/rounds", "", (), 0, job, kind="run", on=name_of(self._host), is_saved=False)
-        retried(self, lambda: self._member.ask_coordinator(place))
+        self.retried(lambda: self._member.ask_coordinator(place))
         return super().take_part(run, job)
 
     # As its part in the run.
@@ -154,7 +154,7 @@ class RoundSnapshotsWorker(RoundsWorker):
 
     def create(self, host: str, made: CreateResource) -> None:
         """Create an accumulator on a host unless it exists; if the host is lost, after a return."""
-        retried(self, partial(self._create, host, replace(made, is_saved=False)))
+        self.retried(partial(self._create, host, replace(made, is_saved=False)))
 
     def changes(self, host: str, unused: int) -> Changes:
         """Return the items with which a host applies the sum in slot 0; slots from `unused` on are free."""

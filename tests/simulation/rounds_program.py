@@ -16,8 +16,9 @@ from typing import Any, cast
 import numpy as np
 from msgspec.structs import replace
 
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.steps.step_starter import StepParts, cancel_elsewhere
-from dflow.distributed.synchronous.sync import Sync, Workers
+from dflow.distributed.synchronous.sync import Sync
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.plans import RunPlan
@@ -52,11 +53,19 @@ COMPUTE_S = 0.4
 _TICKETS = 2**31 - 1
 
 
+class SimulatedSync(Sync):
+    """Trains on a `RoundsWorker`."""
+
+    def _part(self, run: str) -> Any:
+        worker: Any = self._cluster
+        return cast(RoundsWorker, worker).take_part(run, self._job)
+
+
 class RoundsWorker(TrainingWorker):
     """A worker that takes part in a run until it is complete, or until this worker has used `data` batches.
 
-    See `sync.Workers` for the methods that `Sync` calls. It stands for the `round_part.Part` and `Gradients`, since
-    nothing is traced here: the step has no gradients, and the plans that apply the averages only record them.
+    It stands for the `RoundPart` and `Gradients` too, since nothing is traced here: the step has no gradients, and the
+        plans that apply the averages only record them.
     """
 
     def __init__(
@@ -88,7 +97,7 @@ class RoundsWorker(TrainingWorker):
             try:
                 # A task that ends loses its state, so a user would start a new run, from a checkpoint.
                 name = f"run of {', '.join(f'{host} in life {self._tasks.life_of(host)}' for host in self._ps)}"
-                sync = Sync(cast(Workers, self), backup_workers=self._backups)
+                sync = SimulatedSync(cast(Cluster, self), backup_workers=self._backups)
                 for _ in sync.run(self._compute, self._batches, steps=self._rounds, name=name):
                     pass
                 self.is_complete = True
@@ -98,7 +107,7 @@ class RoundsWorker(TrainingWorker):
     def _compute(self, batch: int) -> None:
         self._member.sleep(COMPUTE_S)
 
-    # As `sync.Workers`.
+    # As a cluster.
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live workers, and the number of all workers."""

@@ -14,7 +14,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.distributed.steps.retries import retried
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.message import Notice
@@ -90,7 +89,7 @@ class SnapshotsWorker(StepsWorker):
     def _handle_on(self, host: str) -> int:
         """Return the handle of the ps's plan, which is registered again only after a return to a snapshot."""
         if host not in self._known:
-            self._known[host] = retried(self, partial(self._registered_on, host))
+            self._known[host] = self.retried(partial(self._registered_on, host))
         return self._known[host]
 
     def _registered_on(self, host: str) -> int:

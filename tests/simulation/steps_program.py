@@ -21,11 +21,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from dflow.distributed.asynchronous.async_ import Async
-from dflow.distributed.asynchronous.staleness_bound import BoundTasks, StalenessBound
+from dflow.distributed.asynchronous.staleness_bound import SharedStep, StalenessBound
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.cluster.standalone import NoCalls
+from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep, StepsAhead
-from dflow.distributed.training.strategy import SharedStep, StrategyCluster
+from dflow.distributed.training.strategy import StrategyRun
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
@@ -59,26 +62,26 @@ BEGIN_S = 30.0
 REQUEST_S = 6.0
 
 
-class TrainingWorker:
-    """A worker as a `StrategyCluster`, and as its own access to the coordinator."""
+class TrainingWorker(RecoveringState):
+    """A worker as a `Cluster`, and as its own steps and its own access to the coordinator."""
+
+    is_standalone = False
+    clock = NoCalls()
 
     def __init__(self, member: Member) -> None:
         self.task = member.name
-        self.coordinator = self
-        self.epoch = self.undone = 0
+        self.coordinator = self.steps = self
         self._member = member
 
-    def shared_steps(
-        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps", *, is_one_call: bool = False
-    ) -> AbstractContextManager[SharedStep]:
-        """Return a context that gives the context of each step."""
-        return nullcontext(lambda steps, batches: nullcontext())
+    def part(self, kind: Any) -> Any:
+        """Make a part of the cluster; the parts of the strategies here keep nothing."""
+        return kind(self)
 
     def await_recovery(self) -> None:
         """Wait until no state of tasks is lost."""
         self._member.ask_coordinator(AwaitRecovery(self.task))
 
-    def ask(self, message: Request[Answer]) -> Answer:
+    def ask(self, message: Request[Answer], timeout_s: float = 0.0) -> Answer:
         """Ask the coordinator."""
         return self._member.ask_coordinator(message)
 
@@ -98,10 +101,17 @@ class _Starter(StepStarter):
         return StepId(self._member.name, next(self._member.numbers))
 
 
-class _BoundTasks:
-    """A worker as `BoundTasks`: its access to the coordinator and to the other tasks."""
+class _SimulatedAsync(Async):
+    """Trains on a `StepsWorker`."""
 
-    undone = 0
+    def _shared_steps(self, run: StrategyRun) -> AbstractContextManager[SharedStep]:
+        worker: Any = self._cluster
+        return cast(StepsWorker, worker).shared_steps(run.name, self._prefetch, self._max_staleness, self._job)
+
+
+class _BoundTasks(RecoveringState):
+    """A worker as the `Cluster` of a bound: its access to the coordinator and to the other tasks."""
+
     timeout_s = BEGIN_S
 
     def __init__(self, worker: StepsWorker, member: Member) -> None:
@@ -110,7 +120,7 @@ class _BoundTasks:
         self._worker, self._member = worker, member
 
     @property
-    def epoch(self) -> int:
+    def epoch(self) -> int:  # type: ignore[override]
         """Number of times that all tasks have returned to a snapshot."""
         return self._worker.epoch
 
@@ -163,9 +173,7 @@ class StepsWorker(TrainingWorker):
         self._registered: dict[tuple[int, ...], RegisteredStep] = {}
 
     @contextmanager
-    def shared_steps(
-        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps", *, is_one_call: bool = False
-    ) -> Iterator[SharedStep]:
+    def shared_steps(self, run: str, prefetch: int, max_staleness: int | None, job: str) -> Iterator[SharedStep]:
         """Return the context of a loop whose steps begin ahead."""
         steps = LoopSteps(run, self._unfinished, lambda: self.epoch)
         self._loop = StepsAhead(self._starter, steps, prefetch, clock=lambda: self._tasks.events.now_s)
@@ -179,7 +187,7 @@ class StepsWorker(TrainingWorker):
             if max_staleness is None:
                 yield step
             else:
-                tasks = cast(BoundTasks, _BoundTasks(self, self._member))
+                tasks = cast(Cluster, _BoundTasks(self, self._member))
                 bound = StalenessBound(tasks, run, max_staleness, prefetch, job, self._loop)
                 with bound.taking_part():
                     yield bound.around(step)
@@ -216,7 +224,7 @@ class StepsWorker(TrainingWorker):
         self._await_others()
         prefetch, most = int(member.name.rpartition(":")[2]), self._max_staleness
         prefetch = prefetch if most is None else min(prefetch, most)
-        strategy = Async(cast(StrategyCluster, self), prefetch=prefetch, max_staleness=most)
+        strategy = _SimulatedAsync(cast(Cluster, self), prefetch=prefetch, max_staleness=most)
         for _ in strategy.run(self._step, itertools.repeat(()), steps=self._steps, name=RUN):
             pass
         self.is_complete = True
@@ -243,7 +251,7 @@ class StepsWorker(TrainingWorker):
         else:
             member.say(f"begins with {len(passed.members)} workers")
 
-    def ask(self, message: Request[Answer]) -> Answer:
+    def ask(self, message: Request[Answer], timeout_s: float = 0.0) -> Answer:
         """Claim steps without their times, which are real times; note the attempts of the new claim."""
         if not isinstance(message, ClaimSteps):
             return super().ask(message)

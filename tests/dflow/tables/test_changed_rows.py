@@ -307,7 +307,7 @@ def test_all_rows_are_yielded_after_a_return_to_a_snapshot(tmp_path: Path) -> No
         table.scatter_add(jnp.array([1, 39]), jnp.ones((2, 2)))
         copy.renew()
         tasks.start_again(0)
-        tasks.worker.await_recovery()
+        tasks.worker.steps.await_recovery()
         assert (table.read() == 1).all()
         copy.renew()
         table.scatter_add(jnp.array([2]), jnp.ones((1, 2)))

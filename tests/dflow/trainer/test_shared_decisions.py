@@ -15,7 +15,7 @@ from dflow.trainer.shared_decisions import KNOWN_S, SharedDecisions
 class Away:
     """A cluster whose coordinator is away for longer than any request waits; it keeps the timeouts."""
 
-    is_standalone, group = False, None
+    is_standalone = False
 
     def __init__(self) -> None:
         self.timeouts_s: list[float | None] = []

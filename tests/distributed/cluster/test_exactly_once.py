@@ -117,7 +117,7 @@ def test_returns_to_snapshots_between_steps_that_were_not_reported(
     tasks.await_new_snapshot()
     for _ in Async(tasks.worker, **options).run(program.step, numbers(tasks, {11: 0, 25: 1}), steps=STEPS, name="run"):
         pass
-    assert tasks.worker.epoch == 2
+    assert tasks.worker.steps.epoch == 2
     program.check()
 
 
@@ -202,5 +202,5 @@ def test_a_step_that_waits_for_room_in_a_queue_does_not_hold_up_a_return(tasks: 
         ]
         for one in work:
             one.result(60)
-    assert tasks.worker.epoch == 1
+    assert tasks.worker.steps.epoch == 1
     np.testing.assert_array_equal(seen[0].read(), np.ones(STEPS))

@@ -65,7 +65,7 @@ class Loss:
     def check(self) -> None:
         """Check that it came, and that all tasks returned."""
         assert self._left <= 0, f"the worker did not reach {self._moment!r}"
-        assert self._tasks.worker.epoch == 1
+        assert self._tasks.worker.steps.epoch == 1
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def a_snapshot(tasks: Tasks) -> None:
 
 def a_return(tasks: Tasks) -> None:
     tasks.start_again(0)
-    until(lambda: tasks.worker.epoch == 1)
+    until(lambda: tasks.worker.steps.epoch == 1)
 
 
 @pytest.mark.parametrize("strategy", [Async, Sync])
@@ -173,7 +173,7 @@ def test_a_task_is_lost_before_the_first_snapshot_is_complete(
         return jnp.int32(number)
 
     in_time(lambda: list(strategy(tasks.worker).run(step, batch, steps=STEPS, name="run")))
-    assert (kills, tasks.worker.epoch) == ([], 2)
+    assert (kills, tasks.worker.steps.epoch) == ([], 2)
     for variable in made:
         np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
 
@@ -194,18 +194,18 @@ def test_a_task_that_cannot_be_reached_after_the_return_is_tried_again(
         optimizer.apply([-jnp.zeros(STEPS).at[number].set(1.0) for _ in made])
 
     def cut_off(reached: str, task: str) -> None:
-        if tasks.worker.epoch and reached in left:
+        if tasks.worker.steps.epoch and reached in left:
             left.remove(reached)
             raise dflow.TaskLost("/job:ps/task:0 could not be reached")
 
     def batch(number: int) -> Any:
-        if number == 3 and not tasks.worker.epoch:
+        if number == 3 and not tasks.worker.steps.epoch:
             monkeypatch.setattr(moments, "hook", cut_off)
             tasks.start_again(0)
         return jnp.int32(number)
 
     in_time(lambda: list(strategy(tasks.worker).run(step, batch, steps=STEPS, name="run")))
-    assert (left, tasks.worker.epoch) == ([], 1)
+    assert (left, tasks.worker.steps.epoch) == ([], 1)
     for variable in made:
         np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
 
@@ -221,7 +221,7 @@ def test_plans_that_a_return_outside_of_a_step_overtakes_are_registered_again(
         handles = register(parts)
         monkeypatch.setattr(steps, "_registered", register)
         tasks.start_again(0)
-        until(lambda: tasks.worker.epoch == 1)
+        until(lambda: tasks.worker.steps.epoch == 1)
         return handles
 
     monkeypatch.setattr(steps, "_registered", overtaken)
@@ -269,7 +269,7 @@ def test_a_save_whose_task_is_lost_leaves_the_checkpoint_before(
 
     error = in_time(save)
     assert ("ps" in error, [one.step for one in manager.checkpoints]) in ((True, [0]), (False, [0, 1]))
-    in_time(tasks.worker.await_recovery)
+    in_time(tasks.worker.steps.await_recovery)
     loss.check()
     manager.save(2)
     manager.close()
@@ -286,7 +286,7 @@ def test_an_export_whose_task_is_lost_is_whole(tasks: Tasks, lost: Callable[...,
     loss.arm()
     in_time(lambda: exported.save(tmp_path / "export"))
     np.testing.assert_array_equal(dflow.load(tmp_path / "export", prefix="loaded/")(np.ones(STEPS)), np.ones(STEPS))
-    in_time(tasks.worker.await_recovery)
+    in_time(tasks.worker.steps.await_recovery)
     loss.check()
 
 

@@ -74,7 +74,7 @@ def test_the_result_is_that_of_one_process_to_which_nothing_happened(tasks: Task
     done = sum(1 for _ in Async(tasks.worker).run(step, batches(), steps=STEPS, name="run"))
     assert done >= STEPS
     assert int(state["count"].read()) == STEPS
-    assert tasks.worker.epoch == 2
+    assert tasks.worker.steps.epoch == 2
     alone, alone_step = model(dflow.connect())
     for _ in range(STEPS):
         alone_step(X)
@@ -107,7 +107,7 @@ def test_other_functions_of_the_program_use_the_restored_state(tasks: Tasks) -> 
     tasks.await_snapshot(5)
     tasks.start_again(0)
     tasks.start_again(1)
-    tasks.worker.await_recovery()
+    tasks.worker.steps.await_recovery()
     assert float(total()) == before
     state["b"].assign(jnp.zeros(2))
     assert float(state["b"].read().sum()) == 0.0
@@ -141,7 +141,7 @@ def test_the_feed_of_a_queue_goes_on_after_its_task_was_started_again(tasks: Tas
         for _ in Async(tasks.worker).run(step, batches(), steps=STEPS, name="run"):
             pass
         assert feed.is_running()
-    assert tasks.worker.epoch == 1
+    assert tasks.worker.steps.epoch == 1
     assert int(total.read()) == STEPS
 
 
@@ -150,7 +150,7 @@ def test_a_queue_whose_data_has_ended_gives_its_last_elements_again(tasks: Tasks
     dflow.data.feed(map(np.int32, range(3)), queue).join()
     for index in range(2):
         tasks.start_again(index)
-    tasks.worker.await_recovery()
+    tasks.worker.steps.await_recovery()
     assert [int(queue.dequeue()) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(dflow.QueueClosed):
         queue.dequeue()
@@ -165,7 +165,7 @@ def test_restored_values_are_not_lost_with_a_task(tasks: Tasks, tmp_path: Path) 
     dflow.restore(tmp_path / "saved", {"table": table})
     for index in range(2):
         tasks.start_again(index)
-    tasks.worker.await_recovery()
+    tasks.worker.steps.await_recovery()
     np.testing.assert_array_equal(table.read(), np.zeros(3))
 
 

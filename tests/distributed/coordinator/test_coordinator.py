@@ -14,6 +14,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_events import Asked, Ticked, Told
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.traffic_totals import EDGES_TOLD
+from dflow.distributed.training.claims import claimed
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
@@ -159,7 +160,7 @@ def test_a_claim_in_vain_names_the_worker_that_holds_the_steps(cluster: Cluster)
     assert first.ask(ClaimSteps("run", first.task, 1)).steps == range(1)
     held = r"; of the claimed steps, worker:0 \(.*\) holds 1: see its output, or end it, and others do them"
     with pytest.raises(DeadlineExceeded, match=held):
-        second.ask(ClaimSteps("run", second.task, 1), 0.2)
+        claimed(second, ClaimSteps("run", second.task, 1), 0.2)
 
 
 def test_a_claim_that_waits_long_says_in_the_waiting_worker_who_holds_the_steps(
@@ -171,7 +172,7 @@ def test_a_claim_that_waits_long_says_in_the_waiting_worker_who_holds_the_steps(
     cluster.clients.append(second)
     second.join(WORKER1, "h:1")
     with ThreadPoolExecutor() as pool:
-        claim = pool.submit(second.ask, ClaimSteps("run", second.task, 1))
+        claim = pool.submit(claimed, second, ClaimSteps("run", second.task, 1))
 
         def is_announced() -> bool:
             clock.advance(100.0)

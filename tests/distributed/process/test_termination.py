@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.process.termination import REASON, STATUS, held_back_in_steps
-from tests.distributed.training.test_async import Scripted, told
+from tests.distributed.training.test_async import Scripted, scripted, told
 
 pytestmark = pytest.mark.usefixtures("default_termination")
 
@@ -25,7 +24,7 @@ def terminate() -> None:
 
 def run_to_the_end(source: Scripted, step: Any, batches: Any, seen: list[int]) -> None:
     with pytest.raises(SystemExit) as raised:
-        seen.extend(Async(source).run(step, batches, steps=1000))
+        seen.extend(scripted(source).run(step, batches, steps=1000))
     assert raised.value.code == STATUS == 143
 
 
@@ -57,7 +56,7 @@ def test_between_steps_the_loop_ends_at_once() -> None:
 
 def test_in_the_body_of_the_programs_loop_the_steps_are_reported_too() -> None:
     source = Scripted(range(16))
-    run = Async(source).run(lambda number: number, itertools.count(), steps=1000)
+    run = scripted(source).run(lambda number: number, itertools.count(), steps=1000)
     assert [next(run) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(SystemExit):
         terminate()

@@ -18,7 +18,7 @@ import pytest
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.collectives.all_reduce import StepProgress
-from dflow.distributed.collectives.process_mesh import _sizes
+from dflow.distributed.collectives.process_mesh import ProcessMesh, _sizes
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.errors import DeviceError, StrategyError
 from tests.distributed.processes import Spawned
@@ -221,7 +221,7 @@ def test_a_step_over_variables_of_other_tasks_is_refused(worker: Cluster) -> Non
         count = dflow.Variable(0, name="count")
     add = dflow.jit(count.assign_add)
     add(1)
-    mesh = worker.process_mesh({"data": -1}, "data", fully_sharded=False)
+    mesh = ProcessMesh({"data": -1}, "data", fully_sharded=False)
     fact = r"got one with variables or queues on other tasks(.|\n)*train by Hybrid"
     with pytest.raises(StrategyError, match=fact), mesh.shared_step(ALONE, "step 0", is_one_call=True):
         add(1)
@@ -230,7 +230,7 @@ def test_a_step_over_variables_of_other_tasks_is_refused(worker: Cluster) -> Non
 
 
 def test_the_only_process_of_a_group_has_its_variables_on_one_device() -> None:
-    mesh = dflow.connect().process_mesh({"data": -1}, "data", fully_sharded=True)
+    mesh = ProcessMesh({"data": -1}, "data", fully_sharded=True)
     with mesh.variables(None, dflow.connect().store):
         kernel = dflow.Variable(np.ones(2, np.float32), name="only")
         optimizer = dflow.Optimizer(optax.sgd(1.0), [kernel], name="of only")
@@ -250,7 +250,7 @@ def test_collectives_are_not_started_after_the_first_use_of_a_device() -> None:
     jax.devices()
     with pytest.raises(StrategyError, match=r"expected a process that has used no device yet(.|\n)*before the first"):
         dflow.connect("127.0.0.1:1", index=0, collectives=True)
-    assert dflow.connect(collectives=True).group is None  # standalone
+    assert dflow.connect(collectives=True).is_standalone
 
 
 def test_the_sizes_of_a_mesh_fill_it() -> None:
@@ -276,7 +276,8 @@ def test_a_run_begins_at_one_of_its_steps(first: int) -> None:
 
 def test_steps_after_a_return_to_a_snapshot_are_counted() -> None:
     told: list[RoundsDone] = []
-    cluster: Any = SimpleNamespace(task="/job:worker/task:0", undone=2, coordinator=SimpleNamespace(tell=told.append))
+    coordinator, steps = SimpleNamespace(tell=told.append), SimpleNamespace(undone=2)
+    cluster: Any = SimpleNamespace(task="/job:worker/task:0", steps=steps, coordinator=coordinator)
     progress = StepProgress(cluster, "run", total=10, first=4)
     progress.note(jnp.float32(1))
     progress.report()

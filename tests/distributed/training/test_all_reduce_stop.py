@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import pytest
 
 import dflow
+from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.process.termination import STATUS, Terminated
+from dflow.distributed.training.open_runs import OpenRuns
 from dflow.lowering.files.array_files import read_arrays
 from dflow.tracing.errors import CheckpointError
 from dflow.training.checkpoint_manager import CheckpointManager
@@ -123,16 +125,17 @@ class Group:
 @pytest.fixture
 def cluster() -> Any:
     alone: Any = dflow.connect()
-    return SimpleNamespace(
+    cluster: Any = SimpleNamespace(
         group=Group(),
-        programs=None,
         is_standalone=False,
         store=alone.store,
-        process_mesh=alone.process_mesh,
         task=alone.task,
         coordinator=SimpleNamespace(tell=lambda message: None, leave=lambda reason: pytest.fail("it has left")),
-        undone=0,
+        steps=SimpleNamespace(undone=0),
     )
+    parts = {OpenRuns: OpenRuns(cluster), Collectives: SimpleNamespace(group=cluster.group, programs=None)}
+    cluster.part = parts.__getitem__
+    return cluster
 
 
 def test_all_end_before_the_step_that_one_of_them_stops_at(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +14,46 @@ import pytest
 
 import dflow
 from dflow.distributed.asynchronous.async_ import Async
+from dflow.distributed.asynchronous.staleness_bound import SharedStep
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.cluster.standalone import NoCalls
+from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.synchronous.sync import Sync
+from dflow.distributed.training.strategy import StrategyRun
 from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
 from dflow.tracing.errors import RemoteError, StrategyError, TaskLost, TransportClosed
 
 
-class Scripted:
+class ScriptedAsync(Async):
+    """Trains on a `Scripted` cluster, whose steps have no context of tasks."""
+
+    def _shared_steps(self, run: StrategyRun) -> AbstractContextManager[SharedStep]:
+        cluster: Any = self._cluster
+        return nullcontext(lambda steps, batches: cluster.step())
+
+
+class Scripted(RecoveringState):
     """A source of steps that gives fixed claims, and records the arguments of each request."""
 
     task = identity = "/job:worker/task:0"
-    epoch = undone = 0
+    is_standalone, clock = False, NoCalls()
 
     def __init__(self, *claims: range) -> None:
-        self.coordinator = self
+        self.coordinator = self.steps = self
         self.claims = list(claims)
         self.told: list[ClaimSteps] = []
         self.left: list[str] = []
         #: The notices, and the ends of steps, in order.
         self.notices: list[Notice | str] = []
 
-    def shared_steps(self, run: str, prefetch: int, *bound: Any, **options: Any) -> Any:
-        """Refuse nothing, and begin no step ahead."""
-        return nullcontext(lambda steps, batches: self._step())
+    def part(self, kind: Any) -> Any:
+        """Make a part of the cluster."""
+        return kind(self)
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
+        """Record the end of a step."""
         try:
             yield
         finally:
@@ -57,7 +71,7 @@ class Scripted:
         """Record why the worker leaves."""
         self.left.append(reason)
 
-    def ask(self, claim: ClaimSteps) -> Claimed:
+    def ask(self, claim: ClaimSteps, timeout_s: float) -> Claimed:
         """Hand out the next claim, or none when no more are wanted."""
         self.told.append(claim)
         steps = self.claims.pop(0) if claim.more and self.claims else range(0)
@@ -67,11 +81,15 @@ class Scripted:
 class Lost(Scripted):
     """A coordinator that is lost after the first claim."""
 
-    def ask(self, claim: ClaimSteps) -> Claimed:
+    def ask(self, claim: ClaimSteps, timeout_s: float) -> Claimed:
         """Answer once."""
         if self.told:
             raise TransportClosed("the coordinator is lost")
-        return super().ask(claim)
+        return super().ask(claim, timeout_s)
+
+
+def scripted(source: Scripted) -> ScriptedAsync:
+    return ScriptedAsync(cast(Cluster, source))
 
 
 def told(source: Scripted) -> list[tuple[int, bool]]:
@@ -81,14 +99,14 @@ def told(source: Scripted) -> list[tuple[int, bool]]:
 def test_a_run_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> None:
     source = Scripted(range(2), range(2, 3))
     batches = [(1, 2), (3, 4), (5, 6), (7, 8)]
-    assert list(Async(source).run(lambda a, b: (a, b), batches, steps=3)) == [(1, 2), (3, 4), (5, 6)]
+    assert list(scripted(source).run(lambda a, b: (a, b), batches, steps=3)) == [(1, 2), (3, 4), (5, 6)]
     assert told(source) == [(2, True), (1, True)]
     assert list(Async(dflow.connect()).run(lambda batch: batch, [[1, 2], {"a": 3}], steps=2)) == [[1, 2], {"a": 3}]
 
 
 def test_a_function_of_batches_is_given_the_numbers_of_the_claimed_steps() -> None:
     source = Scripted(range(4, 6), range(9, 10))
-    assert list(Async(source).run(lambda batch: batch, lambda step: 10 * step, steps=20)) == [40, 50, 90]
+    assert list(scripted(source).run(lambda batch: batch, lambda step: 10 * step, steps=20)) == [40, 50, 90]
 
 
 def test_no_batch_is_taken_that_no_step_uses() -> None:
@@ -111,7 +129,7 @@ def test_no_batch_is_taken_that_no_step_uses() -> None:
 )
 def test_real_scalars_are_shown_as_progress(outcome: Any, metrics: dict[str, float]) -> None:
     source = Scripted(range(1))
-    list(Async(source).run(lambda _: outcome, [0], steps=1))
+    list(scripted(source).run(lambda _: outcome, [0], steps=1))
     assert source.told[-1].metrics == metrics
 
 
@@ -124,7 +142,7 @@ def test_alone_does_exactly_the_steps_asked_for() -> None:
 @pytest.mark.parametrize("count", [0, 3, 4])
 def test_batches_that_end_early_end_the_run_here(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Scripted(*[range(4)] * 100)
-    assert len(list(Async(source).run(lambda batch: batch, range(count), steps=1000))) == count
+    assert len(list(scripted(source).run(lambda batch: batch, range(count), steps=1000))) == count
     assert told(source)[-1] == (count % 4, False)
     done: list[int] = []
     with pytest.raises(StrategyError, match=f"expected batches for 1000 steps, got {count}, after which they have end"):
@@ -135,7 +153,7 @@ def test_batches_that_end_early_end_the_run_here(count: int, monkeypatch: pytest
 
 
 def test_leaving_the_loop_when_the_coordinator_is_lost_is_quiet() -> None:
-    run = Async(Lost(range(4))).run(lambda batch: batch, itertools.count(), steps=1000)
+    run = scripted(Lost(range(4))).run(lambda batch: batch, itertools.count(), steps=1000)
     assert isinstance(run, Iterator)
     assert next(run) == 0
     run.close()  # type: ignore[attr-defined]
@@ -160,9 +178,9 @@ def test_a_step_that_fails_gives_back_what_is_not_done() -> None:
     told: list[tuple[int, bool]] = []
     ask = cluster.coordinator.ask
 
-    def noted(claim: ClaimSteps) -> Claimed:
+    def noted(claim: ClaimSteps, timeout_s: float) -> Claimed:
         told.append((claim.done, claim.more))
-        return ask(claim)
+        return ask(claim, timeout_s)
 
     cluster.coordinator.ask = noted  # type: ignore[method-assign]
 
@@ -201,7 +219,7 @@ def losses(values: list[float]) -> Iterator[Any]:
 def test_the_first_loss_that_is_not_finite_is_reported_with_its_step_though_a_later_one_is_finite() -> None:
     source = Scripted(range(4), range(4, 7))
     values = [1.0, 2.0, np.nan, 3.0, np.inf, np.nan, 1.0]
-    list(Async(source).run(lambda outcome: outcome, losses(values), steps=7))
+    list(scripted(source).run(lambda outcome: outcome, losses(values), steps=7))
     # The last step is reported before its result is given, so before the last claim.
     reports = [notice for notice in source.notices if isinstance(notice, StepsDone)]
     first, second = (message.not_finite for message in [source.told[1], *reports])
@@ -212,7 +230,7 @@ def test_the_first_loss_that_is_not_finite_is_reported_with_its_step_though_a_la
 
 def test_a_loss_that_is_not_finite_is_reported_when_the_program_stops_at_it() -> None:
     source = Scripted(range(4))
-    outcomes = Async(source).run(lambda outcome: outcome, losses([1.0, np.nan]), steps=7)
+    outcomes = scripted(source).run(lambda outcome: outcome, losses([1.0, np.nan]), steps=7)
     assert [next(outcomes)["loss"], next(outcomes)["loss"]] == [1.0, pytest.approx(np.nan, nan_ok=True)]
     outcomes.close()  # type: ignore[attr-defined]
     assert (source.told[-1].more, source.told[-1].not_finite.step) == (False, 1)

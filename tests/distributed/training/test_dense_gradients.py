@@ -24,7 +24,7 @@ def test_an_optimizer_has_either_tables_or_dense_layers(worker: Cluster) -> None
     with worker.parameter_servers():
         table = dflow.Variable(np.zeros((4, 2), np.float32), name="table of both")
     layer = dflow.Variable(np.zeros(2, np.float32), name="layer of both")
-    dense = worker.dense_gradients()
+    dense = DenseGradients(worker)
     own, theirs, both = (
         dflow.Optimizer(optax.sgd(0.1), variables, name=f"sgd {number}")
         for number, variables in enumerate(([layer], [table], [layer, table]))
@@ -67,7 +67,7 @@ def kept(dense: DenseGradients) -> list[str]:
 
 
 def test_gradients_are_kept_as_long_as_their_optimizer() -> None:
-    dense, layer = DenseGradients(None), Layer("layer")
+    dense, layer = DenseGradients(dflow.connect()), Layer("layer")
     assert layer.train(dense, jnp.ones(2)) == [-0.5, -0.5]
     assert layer.train(dense, jnp.ones(2)) == [-1, -1]
     assert len(kept(dense)) == 1
@@ -82,7 +82,7 @@ def test_gradients_are_kept_as_long_as_their_optimizer() -> None:
 
 
 def test_each_structure_of_gradients_has_its_variables() -> None:
-    dense, layer = DenseGradients(None), Layer("layer of two structures")
+    dense, layer = DenseGradients(dflow.connect()), Layer("layer of two structures")
     names = []
     for types in (GRADIENT, (GRADIENT[0], {"value": jax.ShapeDtypeStruct((), jnp.float32)}), GRADIENT):
         dense.use([(layer.optimizer, types)])
@@ -92,12 +92,8 @@ def test_each_structure_of_gradients_has_its_variables() -> None:
     assert layer.train(dense, jnp.ones(2)) == [-0.5, -0.5]
 
 
-def test_all_strategies_of_a_cluster_share_its_dense_gradients(worker: Cluster) -> None:
-    assert worker.dense_gradients() is worker.dense_gradients()
-
-
 def test_two_loops_at_once_update_their_own_variables() -> None:
-    dense, one, two = DenseGradients(None), Layer("layer of one loop"), Layer("layer of two loops")
+    dense, one, two = DenseGradients(dflow.connect()), Layer("layer of one loop"), Layer("layer of two loops")
     given, _ = dense.use([(one.optimizer, GRADIENT)]), dense.use([(two.optimizer, GRADIENT)])
     with applying(dense):
         one.step(jnp.ones(2))

@@ -109,7 +109,7 @@ def test_the_last_elements_of_a_shared_queue(tasks: Tasks, strategy: Any, count:
         tasks,
         lambda cluster: train(cluster, strategy, queues[cluster.index], before if kills and not cluster.index else int),
     )
-    assert tasks.worker.epoch == kills
+    assert tasks.worker.steps.epoch == kills
     np.testing.assert_array_equal(seen_by(tasks), np.arange(STEPS) < count)
 
 

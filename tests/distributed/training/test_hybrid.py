@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,26 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed.synchronous import round_part
+from dflow.distributed.collectives.collectives import Collectives
+from dflow.distributed.collectives.dense_gradients import DenseGradients
+from dflow.distributed.synchronous import hybrid, round_part
+from dflow.distributed.training.open_runs import OpenRuns
 from dflow.distributed.wire.messages.rounds import RoundOpen
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
+
+
+class Group:
+    """A group of one process."""
+
+    number, names = 1, ("worker:0",)
+
+    def exchange(self, point: str, word: str) -> tuple[str]:
+        """Return the word."""
+        return (word,)
+
+    def computing(self) -> Any:
+        """Change nothing."""
+        return nullcontext()
 
 
 class Part:
@@ -42,37 +60,37 @@ class Part:
         self.left.append(done)
 
 
-def run(step: Any, cluster_id: str = "c") -> tuple[Any, Part, list[int]]:
+def run(monkeypatch: pytest.MonkeyPatch, step: Any, cluster_id: str = "c") -> tuple[Any, Part, list[int]]:
     """Return a loop of 5 steps, its part, and the steps whose means were applied; `step` gets the cluster."""
     alone: Any = dflow.connect()
     applied: list[int] = []
-    cluster = SimpleNamespace(
-        group=None,
-        is_standalone=True,
+    dense = SimpleNamespace(apply_means=lambda kept: applied.append(len(applied)))
+    cluster: Any = SimpleNamespace(
+        is_standalone=False,
         store=alone.store,
-        process_mesh=alone.process_mesh,
         task=alone.task,
         identity=(cluster_id, alone.task),
         coordinator=SimpleNamespace(tell=lambda message: None),
-        undone=0,
-        epoch=3,
-        dense_gradients=lambda: SimpleNamespace(apply_means=lambda kept: applied.append(len(applied))),
+        steps=SimpleNamespace(undone=0, epoch=3),
     )
+    group = SimpleNamespace(group=Group(), programs=None)
+    parts = {OpenRuns: OpenRuns(cluster), DenseGradients: dense, Collectives: group}
+    cluster.part = parts.__getitem__
     part = Part(lambda: step(cluster))
 
-    def take_part(run: str, *given: Any) -> Part:
+    def round_part(cluster: Any, run: str, *given: Any) -> Part:
         part.run = run
         return part
 
-    cluster.take_part = take_part
-    strategy = dflow.distributed.Hybrid(cluster)  # type: ignore[arg-type]
+    monkeypatch.setattr(hybrid, "RoundPart", round_part)
+    strategy = dflow.distributed.Hybrid(cluster)
     return strategy.run(lambda x: x, lambda x: x, steps=5, name="run"), part, applied
 
 
-def test_a_job_that_goes_on_from_a_snapshot_has_rounds_of_its_own() -> None:
+def test_a_job_that_goes_on_from_a_snapshot_has_rounds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     for cluster in ("first", "second", "second"):
-        loop, part, _ = run(lambda cluster: (0.0, None), cluster)
+        loop, part, _ = run(monkeypatch, lambda cluster: (0.0, None), cluster)
         next(loop)
         loop.close()
         names.append(part.run)
@@ -80,17 +98,17 @@ def test_a_job_that_goes_on_from_a_snapshot_has_rounds_of_its_own() -> None:
 
 
 def returned(cluster: Any) -> None:
-    cluster.epoch += 1
+    cluster.steps.epoch += 1
 
 
 def failed_after_a_return(cluster: Any) -> None:
-    cluster.epoch += 1
+    cluster.steps.epoch += 1
     raise DflowError("no resource 'table's/gradients' is held here")
 
 
 @pytest.mark.parametrize("step", [returned, failed_after_a_return])
-def test_a_return_of_the_tables_ends_the_run(step: Any) -> None:
-    steps, part, applied = run(step)
+def test_a_return_of_the_tables_ends_the_run(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, part, applied = run(monkeypatch, step)
     fact = r"the tables of run 'run' have returned to a snapshot, and the dense layers have not(.|\n)*start the workers"
     with pytest.raises(TaskLost, match=fact) as raised:
         list(steps)
@@ -103,9 +121,9 @@ def failed(cluster: Any) -> None:
     raise StrategyError("of the step")
 
 
-def test_an_error_without_a_return_is_raised_as_it_is() -> None:
+def test_an_error_without_a_return_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StrategyError, match="of the step"):
-        list(run(failed)[0])
+        list(run(monkeypatch, failed)[0])
 
 
 def test_a_step_without_a_table_is_refused_with_the_reason() -> None:

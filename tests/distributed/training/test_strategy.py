@@ -15,7 +15,7 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.training.open_runs import close_runs, closed_at_exit
+from dflow.distributed.training.open_runs import OpenRun, OpenRuns
 from dflow.distributed.training.strategy import Strategy, run_name
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.testing import MemoryCluster, memory_cluster
@@ -30,6 +30,7 @@ class Counting(Strategy):
     run_prefix = "counting"
 
     def __init__(self) -> None:
+        super().__init__(dflow.connect())
         self.runs: list[str] = []
 
     def results(self, run: dflow.distributed.StrategyRun) -> Iterator[Any]:
@@ -116,7 +117,7 @@ def test_a_run_that_was_left_is_closed_at_the_end_of_the_process() -> None:
     run = dflow.distributed.Async(cluster).run(lambda a: a, range(30), steps=30)
     assert next(run) == 0
     done, total = steps_of(cluster)
-    close_runs(cluster)
+    cluster.part(OpenRuns).close()
     assert steps_of(cluster) == (done + 1, total)
     with pytest.raises(StrategyError, match="expected an open cluster until its last step"):
         next(run)
@@ -179,6 +180,12 @@ def test_a_worker_that_closes_its_cluster_in_its_loop_leaves_the_steps_to_the_ot
     assert found
 
 
+def opened(results: Generator[int], cluster: Cluster) -> Generator[int]:
+    """Return a run with these results, as a strategy does."""
+    run = OpenRun()
+    return cluster.part(OpenRuns).add(run.of("run", results), run)
+
+
 def test_a_run_whose_end_fails_keeps_no_other_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
     ends: list[str] = []
 
@@ -189,26 +196,26 @@ def test_a_run_whose_end_fails_keeps_no_other_from_its_end(caplog: pytest.LogCap
             ends.append(name)
             raise error
 
-    cluster = object()
+    cluster = dflow.connect()
     runs = [
-        closed_at_exit(run("a", OSError("a pipe is broken")), cluster),
-        closed_at_exit(run("b", ValueError("signal only works in main thread")), cluster),
+        opened(run("a", OSError("a pipe is broken")), cluster),
+        opened(run("b", ValueError("signal only works in main thread")), cluster),
     ]
     assert [*map(next, runs)] == [1, 1]
-    close_runs(cluster)
+    cluster.close()
     assert sorted(ends) == ["a", "b"]
     assert "a pipe is broken" in caplog.text
     assert "signal only works" in caplog.text
 
 
 def test_a_run_that_a_thread_runs_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    cluster = object()
+    cluster = dflow.connect()
 
     def run() -> Generator[int]:
-        close_runs(cluster)
+        cluster.part(OpenRuns).close()
         yield 1
 
-    assert [*closed_at_exit(run(), cluster)] == [1]
+    assert [*opened(run(), cluster)] == [1]
     assert not caplog.records
 
 
@@ -222,7 +229,7 @@ def test_a_cluster_is_left_though_the_end_of_a_run_is_interrupted() -> None:
             finally:
                 raise KeyboardInterrupt
 
-        one = closed_at_exit(run(), first)
+        one = opened(run(), first)
         next(one)
         with pytest.raises(KeyboardInterrupt):
             first.close()

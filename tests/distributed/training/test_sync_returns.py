@@ -85,7 +85,7 @@ def test_a_round_that_was_opened_before_a_return_is_not_done_after_it(
     def late(timeout_s: float) -> Iterator[None]:
         if next(entered) == 1:
             tasks.start_again(1)
-            until(lambda: tasks.worker.epoch == 1)
+            until(lambda: tasks.worker.steps.epoch == 1)
         with enter(timeout_s):
             yield
 
@@ -114,7 +114,7 @@ def test_a_worker_that_comes_back_to_an_open_round_takes_no_other_element(
         tasks.await_new_snapshot()
         monkeypatch.setattr(SnapshotSchedule, "is_due", lambda *_: False)
         tasks.start_again(1)
-        until(lambda: tasks.worker.epoch == 1)
+        until(lambda: tasks.worker.steps.epoch == 1)
     with ThreadPoolExecutor(2) as pool:
         loops = [pool.submit(lambda program=program: [*program.run()]) for program in programs]  # type: ignore[misc]
         counts = [len(loop.result(DEADLINE_S)) for loop in loops]

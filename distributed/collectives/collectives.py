@@ -1,0 +1,49 @@
+"""The tasks of one job as a group of processes that compute together, by JAX's multi-process runtime."""
+
+from __future__ import annotations
+
+from dflow.distributed.client.coordinator_client import ANSWER_S
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.collectives.agreed_programs import AgreedPrograms
+from dflow.distributed.collectives.group_messages import JoinGroup
+from dflow.distributed.collectives.jax_runtime import JaxRuntime, refuse_late_start
+from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.collectives.process_groups import RETURN_S
+from dflow.distributed.transport.addresses import TcpAddress, parse_endpoints
+from dflow.distributed.transport.loopback import LOOPBACK
+from dflow.lowering.steps.program_watch import set_program_watch
+
+
+class Collectives:
+    """The processes of a cluster that run the program together, after `start`, and the programs that they compare."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.group: ProcessGroup | None = None
+        self.programs: AgreedPrograms | None = None
+        self._runtime: JaxRuntime | None = None
+
+    def start(self) -> None:
+        """Make the tasks of this job one group, and start JAX's multi-process runtime in all of them.
+
+        raises  DeadlineExceeded naming the tasks that did not do the same; StrategyError if JAX has used a device
+        """
+        refuse_late_start()
+        cluster, settings = self._cluster, self._cluster.settings
+        timeout_s = settings.join_timeout_s + RETURN_S
+        formed = cluster.coordinator.ask(JoinGroup(cluster.task, timeout_s), timeout_s + ANSWER_S)
+        self.group = ProcessGroup(cluster.coordinator, formed, settings.step_timeout_s)
+        main = parse_endpoints(cluster.server.address).main
+        host = main.host if isinstance(main, TcpAddress) else LOOPBACK
+        self._runtime = JaxRuntime(self.group, host, settings.join_timeout_s)
+        self.programs = AgreedPrograms(self.group)
+        set_program_watch(self.programs)
+
+    def close(self) -> None:
+        """Wait until all processes are done, and end the runtime."""
+        group, runtime = self.group, self._runtime
+        self.group = self.programs = None
+        if group is not None and runtime is not None:
+            set_program_watch(None)
+            group.close()
+            runtime.close()
