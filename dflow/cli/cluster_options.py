@@ -17,21 +17,22 @@ from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
 
-def add_coordinator_address(parser: argparse.ArgumentParser) -> None:
-    """Add --coordinator and --cluster; see `coordinator_of`."""
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that connects to a cluster: --coordinator, and those of the next two functions."""
     parser.add_argument(
         "--coordinator", metavar="HOST:PORT", help=f"the coordinator's address (default: {COORDINATOR_VARIABLE})"
     )
     add_cluster_file(parser)
+    add_security(parser)
 
 
 def add_cluster_file(parser: argparse.ArgumentParser) -> None:
-    """Add --cluster; see `cluster_file_of`."""
+    """Add --cluster."""
     parser.add_argument("--cluster", metavar="FILE", help="a cluster file (default: what DFLOW_CLUSTER names)")
 
 
 def add_security(parser: argparse.ArgumentParser) -> None:
-    """Add --certificates and --secret-file; see `transport_of`."""
+    """Add --certificates and --secret-file."""
     group = parser.add_argument_group("peers to accept on other machines").add_mutually_exclusive_group()
     add_certificates(group)
     group.add_argument(
@@ -53,7 +54,7 @@ def add_certificates(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
 
 
 def add_metrics(parser: argparse.ArgumentParser) -> None:
-    """Add --metrics-port; see `metrics_place_of`."""
+    """Add --metrics-port."""
     parser.add_argument(
         "--metrics-port",
         metavar="[HOST:]PORT",
@@ -67,39 +68,44 @@ def add_host_names(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--host-name", dest="host_names", action="append", default=[], metavar="NAME", help=text)
 
 
-def cluster_file_of(options: argparse.Namespace) -> ClusterFile | None:
-    """Return the cluster file to use, if any. `--coordinator` takes precedence over a file named in the environment."""
-    named = options.cluster
-    if not named and not getattr(options, "coordinator", None):
-        named = read(VARIABLE)
-    return read_cluster_file(named) if named else None
+class ClusterOptions:
+    """What the options of a command say of a cluster, and where they say nothing, its cluster file or the environment.
 
+    `file`  the cluster file, if any; `--coordinator` takes precedence over one named in the environment
+    """
 
-def coordinator_of(options: argparse.Namespace) -> str:
-    """Return the coordinator's address, `host:port`. Raises ConfigError if nothing sets it."""
-    file = cluster_file_of(options)
-    known = options.coordinator or (file.coordinator if file else read(COORDINATOR_VARIABLE))
-    if not known:
-        raise ConfigError(
-            f"where is the coordinator? give --coordinator HOST:PORT or --cluster FILE, or set {COORDINATOR_VARIABLE}"
-        )
-    return str(known)
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        named = options.cluster
+        if not named and not getattr(options, "coordinator", None):
+            named = read(VARIABLE)
+        self.file: ClusterFile | None = read_cluster_file(named) if named else None
 
+    @property
+    def coordinator(self) -> str:
+        """The coordinator's address, `host:port`. Raises ConfigError if nothing sets it."""
+        known = self._options.coordinator or (self.file.coordinator if self.file else read(COORDINATOR_VARIABLE))
+        if not known:
+            raise ConfigError(
+                "where is the coordinator? give --coordinator HOST:PORT or --cluster FILE, or set "
+                f"{COORDINATOR_VARIABLE}"
+            )
+        return str(known)
 
-def transport_of(options: argparse.Namespace) -> Transport:
-    """Return the transport, with the policy of `security_of`."""
-    return SocketTransport(security=security_of(options))
+    @property
+    def security(self) -> SecurityPolicy:
+        """The policy with these credentials."""
+        certificates, secret_file = self._options.certificates, self._options.secret_file
+        if self.file and not (certificates or secret_file):
+            certificates, secret_file = self.file.security.certificates, self.file.security.secret_file
+        return choose_security(os.environ, certificates=certificates, secret_file=secret_file)
 
+    @property
+    def transport(self) -> Transport:
+        """A transport with this security."""
+        return SocketTransport(security=self.security)
 
-def security_of(options: argparse.Namespace) -> SecurityPolicy:
-    """Return the security policy, with credentials from the options, else the cluster file, else the environment."""
-    certificates, secret_file = options.certificates, options.secret_file
-    file = cluster_file_of(options)
-    if file and not (certificates or secret_file):
-        certificates, secret_file = file.security.certificates, file.security.secret_file
-    return choose_security(os.environ, certificates=certificates, secret_file=secret_file)
-
-
-def metrics_place_of(options: argparse.Namespace) -> str:
-    """Return the `[HOST:]PORT` to serve metrics at; empty to serve none."""
-    return str(options.metrics_port or read(METRICS_VARIABLE))
+    @property
+    def metrics(self) -> str:
+        """The `[HOST:]PORT` to serve metrics at; empty to serve none."""
+        return str(self._options.metrics_port or read(METRICS_VARIABLE))

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dflow.cli.cluster_options import (
-    add_coordinator_address,
-    add_host_names,
-    add_security,
-    coordinator_of,
-    security_of,
-)
+from dflow.cli.cluster_options import ClusterOptions, add_cluster, add_host_names
 from dflow.cli.command import Command
 from dflow.distributed.launching.dashboard_sidecar import SERVING, require_dashboard
 from dflow.distributed.process.parent_watch import watch
@@ -26,14 +20,14 @@ def _dashboard_options(parser: argparse.ArgumentParser) -> None:
         help="where to serve it; off loopback only with certificates or a secret (default: a free port of 127.0.0.1)",
     )
     add_host_names(parser, "another name of it in browsers, such as a proxy's; repeatable")
-    add_coordinator_address(parser)
-    add_security(parser)
+    add_cluster(parser)
 
 
 def _serve_dashboard(options: argparse.Namespace) -> int:
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
-    security, coordinator = security_of(options), coordinator_of(options)
+    cluster = ClusterOptions(options)
+    security, coordinator = cluster.security, cluster.coordinator
     require_dashboard(options.address, security)
     from dflow.dashboard.serving import DashboardServer
 

@@ -6,20 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
-from dflow.cli.cluster_options import (
-    add_cluster_file,
-    add_coordinator_address,
-    add_security,
-    coordinator_of,
-    transport_of,
-)
+from dflow.cli.cluster_options import ClusterOptions, add_cluster, add_cluster_file
 from dflow.cli.command import Command, add_all_tables, add_seconds, at_least_one
 from dflow.tracing.errors import ConfigError
-
-
-def _running_cluster(parser: argparse.ArgumentParser) -> None:
-    add_coordinator_address(parser)
-    add_security(parser)
 
 
 def _status_options(parser: argparse.ArgumentParser) -> None:
@@ -32,20 +21,22 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
         help="show nothing, and end with status 0 if this task, such as ps:0 or coordinator, is up and 1 if not: a "
         "probe for a scheduler",
     )
-    _running_cluster(parser)
+    add_cluster(parser)
 
 
 def _show_cluster(options: argparse.Namespace) -> int:
+    cluster = ClusterOptions(options)
+    transport, coordinator = cluster.transport, cluster.coordinator
     if options.up is not None:
         from dflow.dashboard.observing import is_up
 
-        return 0 if is_up(transport_of(options), coordinator_of(options), options.up) else 1
+        return 0 if is_up(transport, coordinator, options.up) else 1
     from dflow.cli.closing_summary import closing_summary
     from dflow.cli.live_status import show_status
     from dflow.cli.status_view import closing_tables, make_console
 
     summary = closing_tables if options.all_tables else closing_summary
-    show_status(transport_of(options), coordinator_of(options), make_console(), watch=options.watch, summary=summary)
+    show_status(transport, coordinator, make_console(), watch=options.watch, summary=summary)
     return 0
 
 
@@ -61,7 +52,7 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
         "--summary", action="store_true", help="print how the time of a step divides at each task, in tables"
     )
     add_seconds(parser, "--timeout", 60, "how long to wait for the steps")
-    _running_cluster(parser)
+    add_cluster(parser)
 
 
 def _trace_cluster(options: argparse.Namespace) -> None:
@@ -70,7 +61,8 @@ def _trace_cluster(options: argparse.Namespace) -> None:
     path = options.out or (None if options.summary else Path("trace.json"))
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent} for {path.name}", "make it, or give another --out")
-    transport, coordinator = transport_of(options), coordinator_of(options)
+    cluster = ClusterOptions(options)
+    transport, coordinator = cluster.transport, cluster.coordinator
     asked = {"steps": options.steps, "timeout_s": options.timeout}
     if options.summary:
         from dflow.cli.status_view import make_console
@@ -85,7 +77,8 @@ def _trace_cluster(options: argparse.Namespace) -> None:
 def _dump_cluster(options: argparse.Namespace) -> None:
     from dflow.dashboard.observing import dump
 
-    for line in dump(transport_of(options), coordinator_of(options)):
+    cluster = ClusterOptions(options)
+    for line in dump(cluster.transport, cluster.coordinator):
         print(line)
 
 
@@ -125,7 +118,7 @@ TRACE = Command(
 DUMP = Command(
     "dump",
     "have each task write its last events to a file",
-    _running_cluster,
+    add_cluster,
     _dump_cluster,
     more=", in the folder that DFLOW_RUN_DIR names where it runs, and say which.",
 )

@@ -9,16 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dflow.cli.cluster_options import (
-    add_cluster_file,
-    add_coordinator_address,
-    add_metrics,
-    add_security,
-    cluster_file_of,
-    coordinator_of,
-    metrics_place_of,
-    transport_of,
-)
+from dflow.cli.cluster_options import ClusterOptions, add_cluster, add_cluster_file, add_metrics, add_security
 from dflow.cli.command import Command, add_seconds, count, job_count
 from dflow.distributed.process.freed_memory import keep_freed_memory
 from dflow.distributed.process.parent_watch import watch
@@ -51,8 +42,7 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
         "(default: none are made)",
     )
     add_seconds(parser, "--coordinator-timeout", 600, "end when the coordinator has been unreachable for this time")
-    add_coordinator_address(parser)
-    add_security(parser)
+    add_cluster(parser)
     add_metrics(parser)
 
 
@@ -108,22 +98,20 @@ def _be_task(options: argparse.Namespace) -> int:
     from dflow.distributed.detection.this_host import listening_address
 
     index = task_index(Variables("dflow task", os.environ)) if options.index is None else options.index
-    coordinator, listens = coordinator_of(options), options.address
+    cluster, listens = ClusterOptions(options), options.address
+    coordinator = cluster.coordinator
     if listens is None:
-        file = cluster_file_of(options)
-        listens = file.spec(options.job, index).listens if file else read("DFLOW_ADDRESS")
+        listens = cluster.file.spec(options.job, index).listens if cluster.file else read("DFLOW_ADDRESS")
     address = listening_address(listens, coordinator)
-    task, give_up_s = task_name(options.job, index), options.coordinator_timeout
-    transport, metrics = transport_of(options), metrics_place_of(options)
     with _told_who_listens(address):
         return serve_task(
             stop,
-            transport,
-            task,
+            cluster.transport,
+            task_name(options.job, index),
             coordinator,
             address,
-            give_up_s=give_up_s,
-            metrics=metrics,
+            give_up_s=options.coordinator_timeout,
+            metrics=cluster.metrics,
             snapshots=options.snapshots,
         )
 
@@ -143,12 +131,14 @@ def _be_coordinator(options: argparse.Namespace) -> int:
         stall_timeout_s=options.stall_timeout,
         snapshot_every_s=options.snapshot_every,
     )
-    file = cluster_file_of(options)
+    cluster = ClusterOptions(options)
+    file = cluster.file
     jobs = dict(options.jobs) or (file.counts if file else {})
     address = options.address or (file.coordinator if file else with_port(read("DFLOW_ADDRESS") or LOOPBACK))
-    transport, metrics = transport_of(options), metrics_place_of(options)
     with _told_who_listens(address):
-        return serve_coordinator(stop, transport, address, jobs, store=store, settings=settings, metrics=metrics)
+        return serve_coordinator(
+            stop, cluster.transport, address, jobs, store=store, settings=settings, metrics=cluster.metrics
+        )
 
 
 @contextmanager
