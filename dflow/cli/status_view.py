@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -132,6 +133,7 @@ class PlainView:
 
     def __init__(self, console: Console, closing: Closing) -> None:
         self._console = console
+        self._print = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         self._closing = closing
         self._rate = StepRate()
         self._shown_at_s = 0.0
@@ -157,9 +159,6 @@ class PlainView:
         if status is not None:
             self._console.print(self._closing(status, ends))
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
 
 class LoggedView(LaunchView):
     """A view that also writes to the run's log files; the launcher's own lines go to `launcher.log`.
@@ -173,24 +172,21 @@ class LoggedView(LaunchView):
         self._is_shown = True
 
     def show_line(self, task: str, line: str) -> None:
-        self._log(task, line)
+        self.log_line(task, line)
         self._show(self._view.show_line, task, line)
-
-    def log_line(self, task: str, line: str) -> None:
-        self._log(task, line)
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         self._show(self._view.show_status, status, rows)
 
     def show_event(self, text: str) -> None:
         # Others may be able to read the logs, and the token of the dashboard's address is a password.
-        self._log("launcher", _dated(re.sub(r"\?token=\S+", "?token=...", text)))
+        self.log_line("launcher", _dated(re.sub(r"\?token=\S+", "?token=...", text)))
         self._show(self._view.show_event, text)
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
         self._show(self._view.show_end, status, ends)
 
-    def _log(self, task: str, line: str) -> None:
+    def log_line(self, task: str, line: str) -> None:
         if news := self._logs.write(task, line):
             self._show(self._view.show_line, "launcher", news)
 

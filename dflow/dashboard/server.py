@@ -122,16 +122,14 @@ class Dashboard:
         self.streams.close()
 
     def _publish(self, updates: Sequence[PageUpdate]) -> None:
-        self.streams.publish([self._counted(update) for update in updates])
+        pages = {"pages": self.streams.pages}
+        self.streams.publish([PageUpdate(one, data | pages if one == "state" else data) for one, data in updates])
 
     def _first(self) -> list[PageUpdate]:
         return [PageUpdate("state", self._state()), PageUpdate("timeline", self.timeline.json())]
 
     def _state(self) -> Data:
         return self._watch.state() | {"pages": self.streams.pages}
-
-    def _counted(self, update: PageUpdate) -> PageUpdate:
-        return PageUpdate("state", update.data | {"pages": self.streams.pages}) if update.name == "state" else update
 
     async def _page(self, request: Request) -> Response:
         path = PAGE / "index.html"

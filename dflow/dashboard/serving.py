@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection
+from functools import partial
 
 from dflow.dashboard.looks import LOOK_S
 from dflow.dashboard.server import Dashboard
@@ -76,7 +77,8 @@ class DashboardServer:
         self._server = HttpServer(
             self._dashboard.app, context, LIMITS, loop="asyncio", lifespan="on", timeout_graceful_shutdown=1
         )
-        self._thread = threading.Thread(target=self._serve, name="dflow dashboard", daemon=True)
+        serve = partial(self._server.run, sockets=[self._socket])
+        self._thread = threading.Thread(target=serve, name="dflow dashboard", daemon=True)
         self._thread.start()
         deadline = time.monotonic() + START_S
         while not self._server.started and self._thread.is_alive() and time.monotonic() < deadline:
@@ -92,9 +94,6 @@ class DashboardServer:
         self._thread.join(END_S)
         self._socket.close()
         self._dashboard.close()
-
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._socket])
 
 
 def _listen(address: TcpAddress) -> socket.socket:

@@ -135,8 +135,10 @@ class Exported(SavableFunctions):
             for name, held in variables.items()
         }
         types = {name: str(array_type_of(value).strong) for name, value in constants.items()}
+        # The oldest version of the format that holds the export, so that an older dflow reads it if it can.
+        form_version = FORMAT if any(one.checks for one in signatures.values()) else 2 if parts else 1
         super().__init__(
-            ExportManifest(_format(bool(parts), signatures), __version__, jax.__version__, entries, types, signatures),
+            ExportManifest(form_version, __version__, jax.__version__, entries, types, signatures),
             {name: one.program for name, one in made.items()},
             {name: one.content for name, one in made.items()},
             variables,
@@ -179,13 +181,6 @@ class Exported(SavableFunctions):
             )
         alone, _ = exported(one.pure, [platform], one.program.disabled_safety_checks, 0)
         return str(alone.mlir_module())
-
-
-def _format(has_parts: bool, signatures: Mapping[str, FunctionSignature]) -> int:
-    """Return the oldest version of the format that holds an export, so that an older dflow reads it if it can."""
-    if any(signature.checks for signature in signatures.values()):
-        return FORMAT
-    return 2 if has_parts else 1
 
 
 def _add_variables(variables: dict[str, Variable], signature: str, one: TracedExport) -> None:

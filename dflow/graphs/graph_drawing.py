@@ -16,7 +16,7 @@ from typing import NamedTuple
 from dflow.tracing.devices.device_name import short_device_name
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
-from dflow.tracing.ir.graph import Graph, Node, Operand, Value
+from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.types import TokenType
 from dflow.tracing.own_scopes import PREFIX
 
@@ -233,13 +233,9 @@ def _results(node: Node) -> str:
 
 
 def _told(node: Node) -> str:
-    operands = ", ".join(_operand(operand) for operand in node.inputs)
+    operands = ", ".join(f"%{one.name}" if isinstance(one, Value) else repr(one) for one in node.inputs)
     line = f"  {node.loc.short}" if node.loc is not None else ""
     return f"{', '.join(map(repr, node.outputs))} = {node.op.name}({operands}){line}"
-
-
-def _operand(operand: Operand) -> str:
-    return f"%{operand.name}" if isinstance(operand, Value) else repr(operand)
 
 
 def device_of(node: Node) -> str | None:

@@ -115,7 +115,7 @@ class ModelServer:
         if self._stop_watching.is_set():
             return True
         self._stop_watching.set()
-        self._loop.call_soon_threadsafe(self._refuse_new)
+        self._loop.call_soon_threadsafe(setattr, self._api, "is_stopping", True)
         deadline = time.monotonic() + grace_s
         while self._api.in_progress and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -144,9 +144,6 @@ class ModelServer:
         for task in list(self._server.server_state.tasks):
             task.cancel()
         self._server.force_exit = True
-
-    def _refuse_new(self) -> None:
-        self._api.is_stopping = True
 
     def _serve(self, sock: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)

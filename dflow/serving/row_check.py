@@ -45,7 +45,7 @@ def dependence_of_rows(tensors: SignatureTensors, fn: Any, rows: int = ROWS) -> 
                 f"row {row} fails with some values of the other rows of the batch: {str(error).partition(chr(10))[0]}"
             )
         for spec, before, after in zip(tensors.outputs, expected, replaced, strict=True):
-            if not _same(before[row], after[row]):
+            if not np.array_equal(_wide(before[row]), _wide(after[row]), equal_nan=True):
                 return f"row {row} of {spec.name} changes with the other rows of the batch"
     backwards = tensors.call(fn, {name: array[::-1].copy() for name, array in base.items()})
     fewer = tensors.call(fn, {name: array[:1].copy() for name, array in base.items()})
@@ -84,10 +84,6 @@ def _fills(dtype: np.dtype[Any]) -> list[Any]:
         return [None, 0, 1, 3, 100, max(whole.min, -100), min(whole.max, 100_000)]
     real = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     return [np.nan, 0, 1e-3, 100, -100, real.min, real.max]
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(np.array_equal(_wide(a), _wide(b), equal_nan=True))
 
 
 def _near(a: Any, b: Any) -> bool:
