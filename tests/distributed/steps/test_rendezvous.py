@@ -54,6 +54,29 @@ def test_finish_ends_forgotten_waits_with_a_reason() -> None:
     assert "step 7 of worker:0 has ended" in str(outcome(rendezvous.finish(STEP)))
 
 
+def test_a_task_that_comes_back_may_count_its_steps_anew() -> None:
+    rendezvous = make()
+    rendezvous.finish(STEP)
+    rendezvous.lose(STEP.origin, GONE)
+    rendezvous.welcome(STEP.origin)
+    rendezvous.begin(STEP)
+    assert rendezvous.open_steps(STEP.origin) == (STEP,)
+
+
+def test_steps_that_ended_with_the_loss_of_a_task_stay_ended_when_it_comes_back() -> None:
+    rendezvous, cancelled = make(), StepId(STEP.origin, STEP.number + 1)
+    rendezvous.begin(STEP)
+    rendezvous.lose(STEP.origin, GONE)
+    rendezvous.abort(cancelled, GONE)
+    rendezvous.lose(STEP.origin, GONE)
+    rendezvous.welcome(STEP.origin)
+    for step in (STEP, cancelled):
+        assert rendezvous.put(step, "e", "late") == []
+        with pytest.raises(StepCancelled):
+            rendezvous.begin(step)
+    assert rendezvous.statistics().values == 0
+
+
 @given(st.permutations(range(40)), st.integers(1, 1000), st.integers(0, 10**12))
 def test_memory_of_ended_steps_is_bounded_whatever_their_order(order: list[int], stride: int, base: int) -> None:
     rendezvous = make()
@@ -82,7 +105,7 @@ TASKS = ("w0", "w1")
 Operation = tuple[str, StepId, str, str]
 OPERATIONS = st.tuples(
     st.sampled_from(["put", "put", "take", "take", "begin", "finish", "abort", "expire", "stop", "lose", "welcome"]),
-    st.builds(StepId, st.sampled_from(TASKS), st.integers(0, 3)),
+    st.builds(StepId, st.sampled_from(TASKS), st.integers(0, 2)),
     st.sampled_from(["a", "b", "a@1"]),
     st.sampled_from(TASKS),
 )
@@ -189,21 +212,23 @@ def perform(rendezvous: Rendezvous[int, int], index: int, operation: Operation) 
     return []
 
 
-@given(st.lists(OPERATIONS, max_size=60))
+@given(st.lists(OPERATIONS, min_size=20, max_size=60))
 def test_a_rendezvous_answers_as_a_model_of_it_does(operations: list[Operation]) -> None:
     rendezvous: Rendezvous[int, int] = Rendezvous()
     model = Model()
-    asked, answered = set(), []
+    asked, answered, delivered = set(), [], 0
     for index, operation in enumerate(operations):
         commands = perform(rendezvous, index, operation)
         ended = [(c.waiter, "error" if isinstance(c.outcome, BaseException) else c.outcome) for c in commands]
         assert set(ended) == model.apply(index, operation)
         asked |= {index} if operation[0] == "take" else set()
         answered += [waiter for waiter, _ in ended]
+        delivered += sum(outcome != "error" for _, outcome in ended)
     statistics = rendezvous.statistics()
     assert len(answered) == len(set(answered))
     assert statistics.waiters == len(asked - set(answered)) == len(model.waits)
     assert statistics.values == len(model.values)
+    assert statistics.delivered == delivered
     assert statistics.open_steps == len(model.opened)
 
 
