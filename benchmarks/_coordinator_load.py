@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dflow.distributed.coordinator.coordinator import FEW
 from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, SendReply, Started, Ticked, Told
-from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.roles import make_coordinator_state
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages.message import Message
@@ -61,7 +61,7 @@ class _Stream:
         self._names = [task_name("worker", index) for index in range(workers)]
         self._names += [task_name("ps", index) for index in range(ps)]
         self._workers = workers
-        self._state = CoordinatorState({"worker": workers, "ps": ps})
+        self._state = make_coordinator_state({"worker": workers, "ps": ps})
         self._state.handle(Started(0.0, "simulated"))
         self._rosters = RosterPacker()
         self._asks = 0

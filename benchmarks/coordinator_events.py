@@ -16,8 +16,9 @@ from typing import Any
 
 from benchmarks._paired import options, publish
 from dflow.distributed.coordinator.coordinator_events import Asked, Event, Persist, SendReply, Started, Told
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
+from dflow.distributed.roles import make_coordinator_state
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import Heartbeat, Join
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
@@ -41,7 +42,7 @@ def main() -> None:
 def measured(name: str, store: CoordinatorStore, tasks: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each kind of event, and one for the restart."""
     workers = [f"/job:worker/task:{index}" for index in range(tasks)]
-    state = CoordinatorState({"worker": tasks}, CoordinatorSettings())
+    state = make_coordinator_state({"worker": tasks}, CoordinatorSettings())
     claimed: dict[int, int] = {}
 
     def run(events: Iterable[Event]) -> None:
@@ -75,7 +76,7 @@ def measured(name: str, store: CoordinatorStore, tasks: int, rounds: int) -> lis
     for kind, events in kinds.items():
         rows.append(timed(name, kind, [events(number) for number in range(1, rounds + 1)], run))
     started = time.perf_counter()
-    CoordinatorState({"worker": tasks}, CoordinatorSettings(), store.load())
+    make_coordinator_state({"worker": tasks}, CoordinatorSettings(), store.load())
     rows.append({"state": name, "event": "restart", "wall us": (time.perf_counter() - started) * 1e6, "cpu us": 0.0})
     return rows
 

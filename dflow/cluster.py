@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.cluster.standalone import standalone
 from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.jax_runtime import refuse_late_start
 from dflow.distributed.detection.cluster_file import VARIABLE
@@ -23,6 +22,7 @@ from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
 from dflow.distributed.process import parent_watch
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.freed_memory import keep_freed_memory
+from dflow.distributed.standalone import standalone
 from dflow.distributed.transport.security.configuration import choose_security
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.cluster.stock_task import StockTask
-from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.graphs.compiled_functions import CompiledFunctions
 from dflow.state_backends import LOCAL
@@ -19,7 +19,7 @@ class MemoryCluster:
 
     def __init__(self, ps: int, workers: int) -> None:
         self.network = MemoryNetwork()
-        self.coordinator = Coordinator(self.network, "", {"ps": ps, "worker": workers})
+        self.coordinator = make_coordinator(self.network, "", {"ps": ps, "worker": workers})
         #: The parameter tasks, by short name.
         self.tasks = {
             f"ps:{index}": StockTask(self.network, task_name("ps", index), self.coordinator.address, address="")

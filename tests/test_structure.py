@@ -23,8 +23,6 @@ from tests.structure import (
 #: file may grow beyond 500 lines.
 LONG = {
     "tracing/jax_frontend.py",
-    "distributed/coordinator/coordinator_state.py",
-    "distributed/training/step_ledger.py",
     "distributed/task/task_server.py",
 }
 #: Most files of a folder: that of the coordinator has the parts of several subjects.

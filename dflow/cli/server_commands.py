@@ -14,6 +14,7 @@ from dflow.cli.command import Command, add_seconds, count, job_count
 from dflow.distributed.process.freed_memory import keep_freed_memory
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.roles import run_coordinator
 from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.environment import read
@@ -119,8 +120,7 @@ def _be_task(options: argparse.Namespace) -> int:
 def _be_coordinator(options: argparse.Namespace) -> int:
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
-    from dflow.distributed.coordinator.coordinator import serve_coordinator
-    from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+    from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
     from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
     from dflow.distributed.detection.this_host import with_port
 
@@ -136,7 +136,7 @@ def _be_coordinator(options: argparse.Namespace) -> int:
     jobs = dict(options.jobs) or (file.counts if file else {})
     address = options.address or (file.coordinator if file else with_port(read("DFLOW_ADDRESS") or LOOPBACK))
     with _told_who_listens(address):
-        return serve_coordinator(
+        return run_coordinator(
             stop, cluster.transport, address, jobs, store=store, settings=settings, metrics=cluster.metrics
         )
 

@@ -19,8 +19,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
 
 from dflow.distributed.collectives.group_messages import (
     END,
@@ -33,8 +35,13 @@ from dflow.distributed.collectives.group_messages import (
     LeaderWorks,
 )
 from dflow.distributed.collectives.leader_work import LeaderWorkBook
-from dflow.distributed.coordinator.coordinator_events import Log, SendReply
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.coordinator.barriers import Barriers
+from dflow.distributed.coordinator.coordinator_events import Command, Log, SendReply
+from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
+from dflow.distributed.coordinator.membership import ReleaseTask
+from dflow.distributed.coordinator.progress_watch import ProgressWatch
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 #: Longest wait of a new group for the next life of a task after a fault, in s.
@@ -103,8 +110,20 @@ class _Group:
         return GroupFormed(tuple(self.members), tuple(self.members.values()))
 
 
-class ProcessGroups:
+class ProcessGroups(CoordinatorPart):
     """The groups of one cluster."""
+
+    requests: ClassVar[Requests[ProcessGroups]] = HandlerTable()
+
+    @classmethod
+    def of(cls, core: CoordinatorCore) -> ProcessGroups:
+        """Make the part."""
+        watch = core.part(ProgressWatch)
+        return cls(
+            partial(core.members.coming, within_s=RETURN_S),
+            lambda task, at_s: watch.describe(task, at_s, core.members),
+            core.part(Barriers).waiting_at,
+        )
 
     def __init__(self, expected: Expected, describe: Describe, at_barrier: AtBarrier = lambda task: None) -> None:
         self._expected, self._describe, self._at_barrier = expected, describe, at_barrier
@@ -112,6 +131,30 @@ class ProcessGroups:
         self._waiting: dict[str, dict[str, _Applicant]] = {}
         #: By life of a member.
         self._groups: dict[int, _Group] = {}
+
+    @requests.handles(JoinGroup)
+    def _join(self, request: JoinGroup, arrival: Arrival) -> Sequence[Command]:
+        return self.join(arrival.at_s, arrival.ask, arrival.life, request)
+
+    @requests.handles(Exchange)
+    def _take_word(self, request: Exchange, arrival: Arrival) -> Sequence[Command]:
+        return self.exchange(arrival.at_s, arrival.ask, arrival.life, request)
+
+    @requests.handles(AwaitLeaderWork)
+    def _await_work(self, request: AwaitLeaderWork, arrival: Arrival) -> Sequence[Command]:
+        return self.await_work(arrival.at_s, arrival.ask, arrival.life, request)
+
+    @requests.handles(LeaderWorks)
+    def _note_work(self, told: LeaderWorks, arrival: Arrival) -> Sequence[Command]:
+        return [*self.note_work(arrival.life, told), SendReply(arrival.ask, Ok())]
+
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
+        """End the groups of tasks that have left."""
+        return [reply for one in left for reply in self.leave(at_s, one.task, one.life, one.described)]
+
+    def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Form the groups that wait for no task any longer, and end the waits whose time is over."""
+        return self.tick(at_s)
 
     def join(self, at_s: float, ask: int, life: int, request: JoinGroup) -> list[SendReply]:
         """Note that a live task asks for a group; answer all when it was the last one."""

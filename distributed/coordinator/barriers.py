@@ -17,16 +17,21 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 
-from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.coordinator.coordinator_events import Command, SendReply
+from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
 from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.membership import ReleaseTask
+from dflow.distributed.coordinator.progress_watch import ProgressWatch
+from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed
-from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 #: The tasks of a job that are live or expected now, and the roster's version.
 Present = Callable[[str], tuple[tuple[str, ...], int]]
@@ -104,8 +109,21 @@ class _Barrier:
         return not self.waiting and at_s >= self.until_s + ASKED_AGAIN_S
 
 
-class Barriers:
+class Barriers(CoordinatorPart):
     """The barriers of one cluster, kept in `records`."""
+
+    requests: ClassVar[Requests[Barriers]] = HandlerTable()
+
+    @classmethod
+    def of(cls, core: CoordinatorCore) -> Barriers:
+        """Make the part."""
+        members = core.members
+        watch = core.part(ProgressWatch)
+        return cls(
+            lambda job: (members.by_job().get(job, ()), members.version),
+            lambda task, at_s: watch.describe(task, at_s, members),
+            core.records,
+        )
 
     def __init__(self, present: Present, describe: Describe, records: DurableRecords) -> None:
         self._present = present
@@ -116,6 +134,19 @@ class Barriers:
             for name, record in records.load(_BARRIER, _Record)
         }
         self._forgotten = records.load_one(_FORGOTTEN, _Forgotten()).number
+
+    @requests.handles(AwaitBarrier)
+    def _await(self, request: AwaitBarrier, arrival: Arrival) -> list[SendReply]:
+        job, _ = split_task_name(request.task)
+        return self.arrive(arrival.at_s, arrival.ask, arrival.life, request, job)
+
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
+        """Remove tasks that have left."""
+        return [reply for one in left for reply in self.leave(one.task, one.described)]
+
+    def on_tick(self, at_s: float, core: CoordinatorCore) -> list[SendReply]:
+        """End the waits whose time is over."""
+        return self.tick(at_s)
 
     def arrive(self, at_s: float, ask: int, life: int, request: AwaitBarrier, job: str) -> list[SendReply]:
         """Record the arrival of a live task of `job` at a barrier."""

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -42,20 +42,18 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_part import CoordinatorPart, CoordinatorSettings
+from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.coordinator.durable_records import SHELL, Change
-from dflow.distributed.coordinator.held_commands import waits
 from dflow.distributed.coordinator.surviving_store import SurvivingStore
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.process.stop_signal import StopSignal
-from dflow.distributed.snapshots.resumption import SNAPSHOT
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.transport.link import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Join, Roster
-from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState
 from dflow.distributed.wire.messages.status import Status
 from dflow.lowering.queues.mailbox import Mailbox
 from dflow.tracing.errors import InternalError, SecurityError, TransportClosed
@@ -67,8 +65,6 @@ LISTENING = "dflow coordinator listening on "
 LOGGER = logging.getLogger("dflow")
 #: A message to more tasks than these is encoded once for all.
 FEW = 8
-#: The moments of messages that begin something on several tasks.
-_MOMENTS: Mapping[type[Message], str] = {CaptureState: "capture", LoadState: "restore"}
 #: Key of the time of the last write.
 _TIME = f"{SHELL}time"
 
@@ -77,6 +73,7 @@ class Coordinator:
     """A coordinator that listens until it is closed.
 
     `jobs`         number of expected tasks by job
+    `parts`        the classes of its parts, such as `roles.COORDINATOR_PARTS`
     `store`        holds its state across restarts; closed with the coordinator
     `settings`     its timeouts
     `tick_s`       interval between ticks, which detect silent tasks; None leaves them to calls of `tick`
@@ -91,6 +88,7 @@ class Coordinator:
         address: str,
         jobs: Mapping[str, int],
         *,
+        parts: Sequence[type[CoordinatorPart]],
         store: CoordinatorStore | None = None,
         settings: CoordinatorSettings | None = None,
         tick_s: float | None = 0.5,
@@ -101,7 +99,9 @@ class Coordinator:
         #: Commands that wait until the store has what they tell.
         self._held: list[Command] = []
         rows = self._store.load()
-        self._state = CoordinatorState(jobs, settings or CoordinatorSettings(), rows)
+        self._state = CoordinatorState(jobs, settings or CoordinatorSettings(), rows, parts=parts)
+        #: By class of a message, or key of a record; see `CoordinatorPart`.
+        self._moments = {key: moment for part in parts for key, moment in part.moments.items()}
         self._clock = clock
         # The records have times. A wall clock would not do: it may have been set by days in between.
         self._started_s = clock() - (msgspec.msgpack.decode(rows[_TIME], type=float) if _TIME in rows else 0.0)
@@ -195,8 +195,8 @@ class Coordinator:
                     changes += command.changes
                 else:
                     commands.append(command)
-        if any(change.key == SNAPSHOT for change in changes):
-            reach("commit", NAME)
+        for moment in {self._moments[change.key] for change in changes if change.key in self._moments}:
+            reach(moment, NAME)
         for command in self._written(changes, commands):
             self._carry_out(command)
 
@@ -206,13 +206,13 @@ class Coordinator:
         if changes:
             changes.append(Change(_TIME, msgspec.msgpack.encode(now_s)))
         is_durable = self._store.write(changes, now_s)
-        self._state.is_durable = is_durable
+        self._state.note_durable(is_durable)
         if is_durable:
             held, self._held = self._held, []
             return [*held, *commands]
         unwritten = self._store.unwritten
-        self._held += (command for command in commands if waits(command, unwritten))
-        return [command for command in commands if not waits(command, unwritten)]
+        self._held += (command for command in commands if self._state.waits(command, unwritten))
+        return [command for command in commands if not self._state.waits(command, unwritten)]
 
     def _end_by_fault(self, fault: str) -> None:
         LOGGER.error("the coordinator ends: %s", fault)
@@ -231,7 +231,7 @@ class Coordinator:
                     responder = self._asks.pop(ask)
                 responder.reply(*(self._rosters.pack(message) if isinstance(message, Roster) else pack(message)))
             case Broadcast(peers, message):
-                if (moment := _MOMENTS.get(type(message))) is not None:
+                if (moment := self._moments.get(type(message))) is not None:
                     reach(moment, NAME)
                 with self._numbering:
                     there = [self._peers[number] for number in peers if number in self._peers]
@@ -257,6 +257,7 @@ def serve_coordinator(
     address: str,
     jobs: Mapping[str, int],
     *,
+    parts: Sequence[type[CoordinatorPart]],
     store: CoordinatorStore,
     settings: CoordinatorSettings,
     metrics: str = "",
@@ -265,7 +266,7 @@ def serve_coordinator(
 
     The first line that it prints has its address.
     """
-    coordinator = Coordinator(transport, address, jobs, store=store, settings=settings, on_fault=stop.stop)
+    coordinator = Coordinator(transport, address, jobs, parts=parts, store=store, settings=settings, on_fault=stop.stop)
     print(f"{LISTENING}{coordinator.address}", flush=True)
     endpoint = MetricsEndpoint(lambda: coordinator_metrics(coordinator.status()), metrics) if metrics else None
     if endpoint is not None:

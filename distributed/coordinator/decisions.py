@@ -5,9 +5,14 @@ Invariant: a decision never changes, so a worker that is started again and comes
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
+from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
 from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.coordination import Decided, DecideOnce
 
 _DECISION = "decision/"
 
@@ -16,8 +21,15 @@ class _Decision(msgspec.Struct, frozen=True):
     value: str
 
 
-class Decisions:
+class Decisions(CoordinatorPart):
     """The decisions of one cluster, kept in `records`."""
+
+    requests: ClassVar[Requests[Decisions]] = HandlerTable()
+
+    @classmethod
+    def of(cls, core: CoordinatorCore) -> Decisions:
+        """Make the part."""
+        return cls(core.records)
 
     def __init__(self, records: DurableRecords) -> None:
         self._records = records
@@ -29,3 +41,7 @@ class Decisions:
             self._values[what] = value
             self._records.put(_DECISION + what, _Decision(value))
         return self._values.get(what)
+
+    @requests.handles(DecideOnce)
+    def _decide(self, request: DecideOnce, arrival: Arrival) -> Decided:
+        return Decided(self.decide(request.what, request.value))

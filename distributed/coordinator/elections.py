@@ -8,10 +8,17 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import msgspec
 
+from dflow.distributed.coordinator.coordinator_events import Command
+from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.coordinator.membership import NORMAL_ENDS
+from dflow.distributed.coordinator.membership import NORMAL_ENDS, ReleaseTask
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.coordination import Elected, ElectOnce
 
 
 class _Office(msgspec.Struct, frozen=True):
@@ -22,8 +29,15 @@ class _Office(msgspec.Struct, frozen=True):
     vacant: bool = False
 
 
-class Elections:
+class Elections(CoordinatorPart):
     """The elections of one cluster, kept in `records`."""
+
+    requests: ClassVar[Requests[Elections]] = HandlerTable()
+
+    @classmethod
+    def of(cls, core: CoordinatorCore) -> Elections:
+        """Make the part."""
+        return cls(core.records)
 
     def __init__(self, records: DurableRecords) -> None:
         self._records = records
@@ -35,6 +49,16 @@ class Elections:
         if office is None or office.vacant:
             office = self._set(what, _Office(task, life))
         return (office.task, office.life) == (task, life)
+
+    @requests.handles(ElectOnce)
+    def _elect(self, request: ElectOnce, arrival: Arrival) -> Elected:
+        return Elected(self.elect(request.what, request.task, arrival.life))
+
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Void the elections of tasks that have failed."""
+        for one in left:
+            self.leave(one.life, one.reason)
+        return []
 
     def leave(self, life: int, reason: str) -> None:
         """Void the elections of a life that has left, unless by a normal end."""

@@ -9,28 +9,20 @@ they get all messages, in order.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
 from dflow.distributed.coordinator.durable_records import SHELL
-from dflow.distributed.snapshots.resumption import EPOCH, SNAPSHOT
-from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, Saved, SnapshotCommitted
-
-#: Beginnings of the keys of records whose newest changes may be lost.
-_MAY_BE_LOST = (
-    *("run/", "worker/", "progress/", "training plan/", "not finite/", "result/", "revision"),
-    *(SHELL, EPOCH, SNAPSHOT),
-)
-#: Messages that tell of a record, and its key.
-_TELL = {CaptureState: EPOCH, LoadState: EPOCH, SnapshotCommitted: SNAPSHOT, Saved: SNAPSHOT}
+from dflow.distributed.coordinator.state_marks import REVISION
+from dflow.distributed.wire.messages.message import Message
 
 
-def waits(command: Command, unwritten: Collection[str]) -> bool:
-    """Whether a command waits until the records of these keys are written."""
+def waits(
+    command: Command, unwritten: Collection[str], may_be_lost: tuple[str, ...], tells: Mapping[type[Message], str]
+) -> bool:
+    """Whether a command waits until the records of the keys `unwritten` are written; see `CoordinatorPart`."""
     if not isinstance(command, Broadcast | SendReply):
         return False
-    kind: Any = type(command.message)
-    if _TELL.get(kind) in unwritten:
+    if tells.get(type(command.message)) in unwritten:
         return True
-    return any(not key.startswith(_MAY_BE_LOST) for key in unwritten)
+    return any(not key.startswith((*may_be_lost, SHELL, REVISION)) for key in unwritten)

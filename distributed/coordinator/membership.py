@@ -57,6 +57,11 @@ class ReleaseTask:
     life: int
     reason: str
 
+    @property
+    def described(self) -> str:
+        """The end as a sentence, for errors."""
+        return f"{short_task_name(self.task)} has left: {self.reason}"
+
 
 MembershipCommand = ReleaseTask | Disconnect | Broadcast | Log
 

@@ -7,16 +7,30 @@ name replaces them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from dflow.distributed.coordinator.coordinator_events import Command
+from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart
 from dflow.distributed.wire.messages.roster import Heartbeat
 from dflow.distributed.wire.messages.status import PartCosts
 
 
-class CostTotals:
+class CostTotals(CoordinatorPart):
     """The costs in one cluster."""
 
     def __init__(self) -> None:
         #: For each task, its life, its first heartbeat with a part, and the newest one.
         self._heard: dict[str, tuple[int, Heartbeat, Heartbeat]] = {}
+
+    def on_heartbeat(self, heartbeat: Heartbeat, arrival: Arrival) -> Sequence[Command]:
+        """Take the totals of a task."""
+        self.report(arrival.life, heartbeat)
+        return []
+
+    def status(self, core: CoordinatorCore) -> dict[str, Any]:
+        """Return the costs by task."""
+        return {"costs": self.totals()}
 
     def report(self, life: int, heartbeat: Heartbeat) -> None:
         """Note the totals of a task; its `life` differs from earlier tasks of the same name."""

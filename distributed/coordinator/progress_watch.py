@@ -8,22 +8,106 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
 from msgspec.structs import replace
 
+from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log
+from dflow.distributed.coordinator.coordinator_part import (
+    Arrival,
+    CoordinatorCore,
+    CoordinatorPart,
+    Notices,
+    Requests,
+)
+from dflow.distributed.coordinator.membership import Membership, ReleaseTask
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.roster import Heartbeat
-from dflow.distributed.wire.messages.status import Health, TaskHealth
+from dflow.distributed.wire.messages.status import GetHealth, Health, TaskHealth
 from dflow.tracing.devices.task_name import short_task_name
 
+#: Least time between two requests that all tasks dump their events, in s.
+DUMP_PAUSE_S = 5.0
 
-class ProgressWatch:
+
+class ProgressWatch(CoordinatorPart):
     """The live tasks of one cluster, by the number of their life."""
 
+    requests: ClassVar[Requests[ProgressWatch]] = HandlerTable()
+    notices: ClassVar[Notices[ProgressWatch]] = HandlerTable()
+
+    @classmethod
+    def of(cls, core: CoordinatorCore) -> ProgressWatch:
+        """Make the part."""
+        return cls(core.settings.stall_timeout_s)
+
     def __init__(self, stall_timeout_s: float) -> None:
+        self._dumped_at_s: float | None = None
         self._timeout_s = stall_timeout_s
         #: The newest heartbeat of each task that has sent one.
         self.health: dict[int, TaskHealth] = {}
         #: Of each busy task, the time since when it has been busy without progress.
         self._busy_since_s: dict[int, float] = {}
+
+    def status(self, core: CoordinatorCore) -> dict[str, Any]:
+        """Return the newest heartbeats."""
+        return {"health": tuple(health for _, health in sorted(self.health.items()))}
+
+    @requests.handles(GetHealth)
+    def _get_health(self, request: GetHealth, arrival: Arrival) -> Health:
+        return self._health_of(request.task, arrival.at_s, arrival.core.members)
+
+    @notices.handles(DumpEvents)
+    def _pass_on_dump(self, message: DumpEvents, arrival: Arrival) -> list[Command]:
+        # Tools may send it to tasks; here it is taken from the task that it names.
+        members = arrival.core.members
+        is_its_own = members.is_live(message.task, arrival.peer)
+        return self._ask_for_dumps(arrival.at_s, message.why, members, arrival.peer) if is_its_own else []
+
+    def on_heartbeat(self, heartbeat: Heartbeat, arrival: Arrival) -> list[Command]:
+        """Apply a heartbeat, and log the end of a stall."""
+        is_busy = bool(heartbeat.doing) or any(part.work_of(heartbeat.task) for part in arrival.core.parts)
+        stall_s = self.hear(arrival.life, arrival.at_s, heartbeat, is_busy)
+        return [] if stall_s is None else [Log(f"{short_task_name(heartbeat.task)} goes on after {stall_s:.1f} s")]
+
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Forget tasks that have left."""
+        for one in left:
+            self.leave(one.life)
+        return []
+
+    def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+        """Log the tasks that have become stalled, and have all tasks dump their events."""
+        texts = [
+            f"{short_task_name(stalled.task)} is alive and has ended no step for {stall_s:.1f} s; it is at: "
+            + "; it holds ".join(filter(None, [stalled.doing, *(part.work_of(stalled.task) for part in core.parts)]))
+            for stalled, stall_s in self.tick(at_s)
+        ]
+        dumps = self._ask_for_dumps(at_s, texts[0], core.members) if texts else []
+        return [*(Log(text, "stalled") for text in texts), *dumps]
+
+    def _ask_for_dumps(self, at_s: float, why: str, members: Membership, asker: int | None = None) -> list[Command]:
+        """Make all live tasks dump their newest events, once for a stall that many tasks report at the same time."""
+        if self._dumped_at_s is not None and at_s - self._dumped_at_s < DUMP_PAUSE_S:
+            return []
+        self._dumped_at_s = at_s
+        return [Broadcast(tuple(peer for peer in members.live_peers() if peer != asker), DumpEvents(why))]
+
+    def describe(self, task: str, at_s: float, members: Membership) -> str:
+        """Describe a task, for errors."""
+        return describe_task(task, self._health_of(task, at_s, members))
+
+    def doing(self, task: str, members: Membership) -> str:
+        """Describe what a task works on; empty if nothing is known."""
+        known = self.health.get(members.life(task)) if members.is_there(task) else None
+        return known.doing if known is not None else ""
+
+    def _health_of(self, task: str, at_s: float, members: Membership) -> Health:
+        if not members.is_there(task):
+            return Health(at_s, None, members.absence(task))
+        return Health(at_s, self.health.get(members.life(task)), "")
 
     def hear(self, life: int, at_s: float, heartbeat: Heartbeat, is_busy: bool) -> float | None:
         """Apply a heartbeat; return the duration of the stall that it ends, None if it ends none."""

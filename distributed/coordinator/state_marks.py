@@ -33,7 +33,7 @@ class StateMarks:
     def __init__(self, records: DurableRecords) -> None:
         self._records = records
         self._starts = [start for _, start in records.load(_START, _Start)]
-        self._revision = records.load_one(_REVISION, _Revision()).revision
+        self._revision = records.load_one(REVISION, _Revision()).revision
 
     @property
     def newest(self) -> Mark:
@@ -49,7 +49,7 @@ class StateMarks:
     def written(self) -> None:
         """Count a write of the state."""
         self._revision += 1
-        self._records.put(_REVISION, _Revision(self._revision))
+        self._records.put(REVISION, _Revision(self._revision))
 
     def missing(self, mark: Mark) -> str:
         """Describe the changes up to `mark` that this state lacks; empty if it has all."""
@@ -64,4 +64,4 @@ class StateMarks:
 
 
 _START = "start/"
-_REVISION = "revision"
+REVISION = "revision"

@@ -8,22 +8,41 @@ last report decides which of its edges have an entry, and which are summed as `O
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
-from dflow.distributed.wire.messages.roster import EdgeTraffic
+from dflow.distributed.coordinator.coordinator_events import Command
+from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart
+from dflow.distributed.coordinator.membership import ReleaseTask
+from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat
 
 #: Most edges in a message; a graph may have more than fit into one.
 EDGES_TOLD = 1000
 OTHERS = "all other edges"
 
 
-class TrafficTotals:
+class TrafficTotals(CoordinatorPart):
     """The traffic of one cluster."""
 
     def __init__(self) -> None:
         self._newest: dict[int, tuple[EdgeTraffic, ...]] = {}
         self._kept: tuple[EdgeTraffic, ...] = ()
+
+    def on_heartbeat(self, heartbeat: Heartbeat, arrival: Arrival) -> Sequence[Command]:
+        """Take the totals of a task."""
+        self.report(arrival.life, heartbeat.traffic)
+        return []
+
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Keep the totals of tasks that have left."""
+        for one in left:
+            self.leave(one.life)
+        return []
+
+    def status(self, core: CoordinatorCore) -> dict[str, Any]:
+        """Return the largest totals."""
+        return {"traffic": largest(self.totals())}
 
     def report(self, life: int, totals: tuple[EdgeTraffic, ...]) -> None:
         """Replace a task's totals since it started; its `life` differs from earlier tasks of the same name."""

@@ -42,9 +42,12 @@ def placed_again(infos: Iterable[VariableInfo]) -> Iterator[tuple[str, msgspec.S
 class VariableDirectory:
     """The placed variables of one cluster, kept in `records`."""
 
-    def __init__(self, members: Membership, records: DurableRecords) -> None:
+    def __init__(self, members: Membership, records: DurableRecords, *, has_snapshots: bool = False) -> None:
         self._members = members
         self._records = records
+        self._has_snapshots = has_snapshots
+        #: Number of the snapshot of an earlier cluster that this one goes on from; 0 for none.
+        self.resumed = 0
         self._placements: dict[str, _Placement] = {}
         self._load_bytes: Counter[str] = Counter()
         #: The answer of `lost`, until a placement or a process changes.
@@ -63,6 +66,15 @@ class VariableDirectory:
         DeviceError when there is no task to place it on, or it is on another task than `request.on`, and of kind
         TaskLost when the process that held it, or the variable `near`, has left.
         """
+        answer = self._placed(request)
+        if isinstance(answer, Failure) and answer.kind == "VariableError" and self.resumed:
+            remedy = "which has the first: give the program of that snapshot, or another folder for --snapshots"
+            return Failure(answer.kind, f"{answer.text}\n  the job goes on from snapshot {self.resumed}, {remedy}")
+        if isinstance(answer, Placed) and request.is_saved and self._has_snapshots:
+            return msgspec.structs.replace(answer, is_saved=True)
+        return answer
+
+    def _placed(self, request: PlaceVariable) -> Placed | Failure:
         known = self._placements.get(request.name)
         if known is not None:
             return self._found(known.info, request)

@@ -16,9 +16,9 @@ from typing import TypeVar
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
-from dflow.distributed.coordinator.durable_records import SHELL, Change, DurableRecords, replacing
+from dflow.distributed.coordinator.durable_records import SHELL, Change, replacing
+from dflow.distributed.roles import COORDINATOR_PARTS
 from dflow.distributed.snapshots.resumption import Snapshot, newest_snapshot, resumed
-from dflow.distributed.training.training_plans import TrainingPlans
 from dflow.lowering.files.owner_lock import OwnerLock
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import ConfigError
@@ -62,10 +62,10 @@ class LaunchState:
             rows = store.load()
             launch = _decoded(rows, _LAUNCH, _LaunchRecord(""))
             snapshot = None if launch.is_finished else newest_snapshot(rows)
-            begun = resumed(rows, snapshot)
+            begun = resumed(rows, snapshot, COORDINATOR_PARTS)
             if snapshot is not None:
                 self._check(launch, snapshot, stock)
-                news = f"the job goes on from snapshot {snapshot.number}, {_moment(snapshot, begun)}"
+                news = f"the job goes on from snapshot {snapshot.number}, {_moment(snapshot)}"
             elif launch.is_finished:
                 news = f"the job whose snapshots are in {self._folder} has finished; this one starts from the beginning"
             else:
@@ -117,11 +117,10 @@ class LaunchState:
             self._lock.release(remove=True)
 
 
-def _moment(snapshot: Snapshot, begun: Mapping[str, bytes]) -> str:
-    """Describe the moment of a snapshot; `begun` are the records of the cluster that begins with it."""
-    if snapshot.ledger.has_training:
-        done, _ = TrainingPlans(DurableRecords(begun)).steps(snapshot.ledger.counts)
-        return f"with {done} steps done"
+def _moment(snapshot: Snapshot) -> str:
+    """Describe the moment of a snapshot."""
+    if snapshot.steps_done is not None:
+        return f"with {snapshot.steps_done} steps done"
     return "from before the first step of a run; a dflow.CheckpointManager restores its newest checkpoint"
 
 

@@ -19,14 +19,22 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log, SendReply
-from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.coordinator.membership import Membership
-from dflow.distributed.coordinator.variable_directory import MOST_NAMED, VariableDirectory
+from dflow.distributed.coordinator.coordinator_part import (
+    Arrival,
+    CoordinatorCore,
+    CoordinatorPart,
+    Notices,
+    Requests,
+)
+from dflow.distributed.coordinator.membership import ReleaseTask
+from dflow.distributed.coordinator.progress_watch import ProgressWatch
+from dflow.distributed.coordinator.variable_directory import MOST_NAMED
 from dflow.distributed.snapshots.recovery_waits import (
     AWAY,
     BUSY,
@@ -35,18 +43,28 @@ from dflow.distributed.snapshots.recovery_waits import (
     UNWRITTEN,
     RecoveryWaits,
 )
-from dflow.distributed.snapshots.resumption import BEGINNING, EPOCH, SNAPSHOT, Epoch, Snapshot
+from dflow.distributed.snapshots.resumption import (
+    BEGINNING,
+    EPOCH,
+    SNAPSHOT,
+    Epoch,
+    Snapshot,
+    newest_snapshot,
+    resumed,
+)
 from dflow.distributed.snapshots.return_attempt import ReturnAttempt
 from dflow.distributed.snapshots.snapshot_attempt import SnapshotAttempt, overdue
 from dflow.distributed.snapshots.snapshot_schedule import AFTER_PAUSE_S, PAUSE_S, SnapshotSchedule
 from dflow.distributed.snapshots.step_pauses import StepPauses
-from dflow.distributed.training.step_ledger import StepLedger
+from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.snapshots import (
+    AnnounceLeave,
     AwaitRecovery,
     CaptureState,
     LoadState,
     Recovered,
+    SaveChanges,
     Saved,
     SnapshotCommitted,
     StateCaptured,
@@ -62,30 +80,27 @@ NO_SNAPSHOTS = "no snapshots are made: start the cluster with --snapshots DIR"
 _SNAPSHOT, _RETURN = "a snapshot", "the return to a snapshot"
 
 
-class Recovery:
-    """The snapshots of one cluster, kept in `records`; the newest committed one is the last.
+class Recovery(CoordinatorPart):
+    """The snapshots of one cluster; the newest committed one is the last."""
 
-    every_s  time between two snapshots; 0 for none
-    doing    returns a description of a task's present work; empty if nothing is known
-    """
+    requests: ClassVar[Requests[Recovery]] = HandlerTable()
+    notices: ClassVar[Notices[Recovery]] = HandlerTable()
+    may_be_lost = (EPOCH, SNAPSHOT)
+    tells: ClassVar = {CaptureState: EPOCH, LoadState: EPOCH, SnapshotCommitted: SNAPSHOT, Saved: SNAPSHOT}
+    moments: ClassVar = {CaptureState: "capture", LoadState: "restore", SNAPSHOT: "commit"}
 
-    def __init__(
-        self,
-        records: DurableRecords,
-        members: Membership,
-        directory: VariableDirectory,
-        ledger: StepLedger,
-        pauses: StepPauses,
-        every_s: float,
-        doing: Callable[[str], str] = lambda task: "",
-    ) -> None:
-        self._records, self._members, self._directory = records, members, directory
-        self._ledger, self._pauses = ledger, pauses
-        self._schedule, self._doing = SnapshotSchedule(every_s), doing
-        #: Whether the records are written; a snapshot whose record is not could not be loaded.
-        self.is_durable = True
-        self._counted = records.load_one(EPOCH, Epoch())
-        self._committed = records.load_one(SNAPSHOT, BEGINNING)
+    @classmethod
+    def of(cls, core: CoordinatorCore) -> Recovery:
+        """Make the part."""
+        return cls(core)
+
+    def __init__(self, core: CoordinatorCore) -> None:
+        self._core, self._members, self._directory = core, core.members, core.directory
+        self._records, self._pauses, self._watch = core.records, core.part(StepPauses), core.part(ProgressWatch)
+        self._schedule = SnapshotSchedule(core.settings.snapshot_every_s)
+        self._counted = core.records.load_one(EPOCH, Epoch())
+        self._committed = core.records.load_one(SNAPSHOT, BEGINNING)
+        self._directory.resumed = self._counted.resumed
         #: Bytes of the newest committed snapshot.
         self.size: SnapshotSize | None = None
         #: Time since which a pause for the next snapshot is awaited; the attempt at it, when the pause is reached.
@@ -118,30 +133,75 @@ class Recovery:
         return self._pausing_s is None and self._attempt is None and self._holding_s is None
 
     @property
-    def resumed(self) -> int:
-        """Number of the snapshot of an earlier cluster that this one resumes; 0 if there is none."""
-        return self._counted.resumed
-
-    @property
     def undone(self) -> int:
         """Number of returns to a snapshot that have undone steps."""
         return self._counted.undone
 
     # Events.
 
-    def start(self, at_s: float, jobs: Mapping[str, int]) -> list[Command]:
-        """The coordinator has started, and expects this many tasks of each job, or any if there is none."""
+    @requests.handles(AwaitRecovery)
+    def _await(self, request: AwaitRecovery, arrival: Arrival) -> list[Command]:
+        return self.await_recovery(arrival.ask, request)
+
+    @requests.handles(AnnounceLeave)
+    def _announce(self, request: AnnounceLeave, arrival: Arrival) -> list[Command]:
+        return self.announce_leave(request.task, arrival.ask)
+
+    @requests.handles(SaveChanges)
+    def _save_changes(self, request: SaveChanges, arrival: Arrival) -> Sequence[Command]:
+        self.changed(arrival.ask, arrival.at_s + request.wait_s)
+        return []
+
+    @notices.handles(StateCaptured)
+    def _captured(self, report: StateCaptured, arrival: Arrival) -> Sequence[Command]:
+        self.captured(report)
+        return []
+
+    @notices.handles(StateWritten)
+    def _written(self, report: StateWritten, arrival: Arrival) -> list[Command]:
+        return self.written(report)
+
+    @notices.handles(StateLoaded)
+    def _loaded(self, report: StateLoaded, arrival: Arrival) -> list[Command]:
+        return self.loaded(report)
+
+    @classmethod
+    def inherited(cls, rows: Mapping[str, bytes], parts: Sequence[type[CoordinatorPart]]) -> Mapping[str, bytes]:
+        """Return the records of a cluster that goes on from the newest snapshot."""
+        return resumed(rows, newest_snapshot(rows), parts)
+
+    def on_start(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+        """Say from which snapshot the cluster goes on, if from one."""
         if not self._counted.is_resuming:
             return []
         number, age_s = self._committed.number, at_s - self._committed.at_s
-        if jobs:
-            expected = {task_name(job, index) for job, count in jobs.items() for index in range(count)}
+        if core.jobs:
+            expected = {task_name(job, index) for job, count in core.jobs.items() for index in range(count)}
             self._unexpected = tuple(task for task in self._committed.tasks if task not in expected)
-        self._ledger.resume(self._committed.ledger)
-        done = self._ledger.steps_done_in(self._committed.ledger)
+        done = self._committed.steps_done or 0
         where = ", ".join(map(short_task_name, self._committed.tasks))
         made = f"made {age_s:.0f} s before the last record of that cluster, with {done} steps done"
         return [Log(f"resuming snapshot {number}, {made}; {where} load it when all have joined")]
+
+    def on_join(self, task: str, peer: int, is_known: bool, core: CoordinatorCore) -> list[Command]:
+        """Have a task load the snapshot again that tasks return to."""
+        return self.joined(task, is_known=is_known)
+
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
+        """Give up the snapshot that a task has left."""
+        return [command for one in left for command in self.left(one.task)]
+
+    def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+        """Begin a snapshot if it is time; end one, or a return, that takes too long."""
+        return self.tick(at_s)
+
+    def after_event(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+        """Use the pause that is reached, and begin the next one."""
+        return [*self.go_on(at_s), *self._pauses.after_event(at_s, core)]
+
+    def status(self, core: CoordinatorCore) -> Mapping[str, SnapshotSize | None]:
+        """Return the size of the newest snapshot."""
+        return {"snapshot": self.size}
 
     def tick(self, at_s: float) -> list[Command]:
         """Begin a snapshot if it is time; end one, or a return, that takes too long. `go_on` must follow."""
@@ -157,7 +217,7 @@ class Recovery:
 
     def _may_begin(self) -> bool:
         """Whether a snapshot can begin now."""
-        is_ready = self._schedule.every_s and self.is_idle and not self._is_returning and self.is_durable
+        is_ready = self._schedule.every_s and self.is_idle and not self._is_returning and self._core.is_durable
         if not is_ready or self._counted.is_resuming or not self._directory.names():
             return False
         return not self._directory.lost() and not self._members.away()
@@ -166,6 +226,9 @@ class Recovery:
         self._schedule.begin(at_s)
         self._pausing_s = at_s
         self._pauses.ask(_SNAPSHOT)
+
+    def _doing(self, task: str) -> str:
+        return self._watch.doing(task, self._members)
 
     def _late(self, at_s: float) -> str:
         """Why the snapshot that is being made, or a task that leaves, takes too long; empty if it does not."""
@@ -274,7 +337,7 @@ class Recovery:
     def _snapshot_on(self, at_s: float) -> list[Command]:
         """Go on with the snapshot that is being made, as far as it goes."""
         commands: list[Command] = []
-        if not self.is_durable and (self._attempt is not None or self._pausing_s is not None):
+        if not self._core.is_durable and (self._attempt is not None or self._pausing_s is not None):
             return self._abandon("the coordinator's state cannot be written")
         if self._leaving and self._schedule.is_allowed(at_s) and self._may_begin():
             self._begin(at_s)
@@ -293,7 +356,8 @@ class Recovery:
         number, cluster = self._counted.number + 1, self._members.identity.cluster
         self._count(number=number)
         placed = self._directory.saved()
-        snapshot = Snapshot(number, tasks, self._directory.names(), self._ledger.copy(), at_s, placed, cluster)
+        names, copies, done = self._directory.names(), self._core.copies(), self._core.steps_done()
+        snapshot = Snapshot(number, tasks, names, at_s, placed, cluster, copies, done)
         self._pausing_s, self._is_broken = None, False
         self._attempt = SnapshotAttempt(snapshot, at_s, self._schedule.changes)
         return [self._to(tasks, CaptureState(number, self._committed.number, cluster))]
@@ -372,7 +436,7 @@ class Recovery:
         if not lost and not self._is_returning:
             self._hopeless = ""
         is_paused = self._pauses.reached == _RETURN or (is_held and self._is_returning)
-        if self._return is None and is_paused and self.is_durable:
+        if self._return is None and is_paused and self._core.is_durable:
             tasks, live = self._returning_tasks(), self._members.connections()
             if any(live.get(task) is None for task in tasks):
                 return commands  # it is started again, or declared dead and replaced
@@ -401,8 +465,7 @@ class Recovery:
         self._return = None
         redone, undone = 0, self._counted.undone
         if self._holding_s is None or self._is_broken:
-            redone = self._ledger.steps_done - self._committed.ledger.steps_done
-            self._ledger.return_to(self._committed.ledger)
+            redone = self._core.return_to(self._committed.copies)
             undone += 1
         self._count(undone=undone, is_resuming=False)
         unsaved = self._made_since()
@@ -416,7 +479,6 @@ class Recovery:
         return [
             Log(f"{what}; {max(0, redone)} steps are done again{made}", "returned"),
             *self._refuse_unsaved(f"{what}, which was made before it"),
-            *map(Log, self._ledger.take_news()),
             Broadcast(_peers(live.values()), StateRestored(self._counted.epoch, self._counted.undone)),
             *self._release(),
         ]
@@ -459,7 +521,7 @@ class Recovery:
             what, tasks = (BUSY, self._pauses.waits_for) if is_own else (PAUSING, {self._pauses.first})
             commands = self._waits.blocked(at_s, at_s, what, tasks)
             return [*commands, *self._pauses.remind(self._members.connections())] if is_own and commands else commands
-        if self._is_returning and self._return is None and not self.is_durable:
+        if self._is_returning and self._return is None and not self._core.is_durable:
             return self._waits.blocked(at_s, at_s, UNWRITTEN, ["the coordinator"])
         self._waits.go_on()
         if self._holding_s is not None or self._is_returning or self._directory.lost():

@@ -14,14 +14,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from dflow.distributed.coordinator.coordinator_part import CoordinatorPart, copies_of
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.coordinator.variable_directory import placed_again
-from dflow.distributed.training.step_ledger import LedgerCopy, copied_runs
-from dflow.distributed.training.training_plans import resumed_plans
 from dflow.distributed.wire.messages.status import VariableInfo
 
 #: Keys of the records.
@@ -31,24 +31,31 @@ PROGRESS = "dflow/next_step"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot: the tasks that hold parts of it, the names of all state in it, and the ledger of its moment.
+    """A snapshot: the tasks that hold parts of it, the names of all state in it, and the coordinator's parts then.
 
-    at_s     time of the capture, as in events
-    placed   the places of the variables and of the runs of synchronous training
-    cluster  id of the cluster that made it
+    at_s        time of the capture, as in events
+    placed      the places of the variables and of the runs of synchronous training
+    cluster     id of the cluster that made it
+    copies      copies of the coordinator's parts, by class
+    steps_done  number of steps done then; None before the first run of a strategy
     """
 
     number: int
     tasks: tuple[str, ...]
     names: tuple[str, ...]
-    ledger: LedgerCopy
     at_s: float
     placed: tuple[VariableInfo, ...]
     cluster: str
+    copies: dict[str, bytes] = {}
+    steps_done: int | None = None
+
+    def copy_of(self, part: type[CoordinatorPart]) -> Any:
+        """Return the copy of a part, of its class `copied`."""
+        return next(copies_of(part, self.copies))
 
 
 #: The moment before all state: tasks return to it if they lose state before the first snapshot is complete.
-BEGINNING = Snapshot(0, (), (), LedgerCopy({}), 0.0, (), "")
+BEGINNING = Snapshot(0, (), (), 0.0, (), "")
 
 
 class Epoch(msgspec.Struct, frozen=True):
@@ -71,10 +78,13 @@ def newest_snapshot(rows: Mapping[str, bytes]) -> Snapshot | None:
     return next((found for _, found in DurableRecords(rows).load(SNAPSHOT, Snapshot)), None)
 
 
-def resumed(rows: Mapping[str, bytes], snapshot: Snapshot | None) -> dict[str, bytes]:
+def resumed(
+    rows: Mapping[str, bytes], snapshot: Snapshot | None, parts: Sequence[type[CoordinatorPart]]
+) -> dict[str, bytes]:
     """Return the records of a cluster that resumes the snapshot, or that begins without state if it is None.
 
-    rows  records of the earlier cluster
+    rows   records of the earlier cluster
+    parts  the parts of its coordinator
     """
     before = DurableRecords(rows)
     counted = before.load_one(EPOCH, Epoch())
@@ -85,11 +95,14 @@ def resumed(rows: Mapping[str, bytes], snapshot: Snapshot | None) -> dict[str, b
     else:
         records.put(EPOCH, msgspec.structs.replace(kept, resumed=snapshot.number, is_resuming=True))
         records.put(SNAPSHOT, snapshot)
-        is_counted = snapshot.ledger.has_training
+        is_counted = snapshot.steps_done is not None
         placed = [info for info in snapshot.placed if is_counted or not info.name.startswith(PROGRESS)]
-        plans = resumed_plans(before, snapshot.ledger.counts)
-        for key, record in (*placed_again(placed), *copied_runs(snapshot.ledger), *plans):
+        for key, record in placed_again(placed):
             records.put(key, record)
+        for part in parts:
+            for copy in copies_of(part, snapshot.copies):
+                for key, made in part.records_of(copy, before):
+                    records.put(key, made)
     found: dict[str, bytes] = {}
     apply_changes(found, records.take_changes())
     return found

@@ -13,16 +13,39 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
-from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
-from dflow.distributed.wire.messages.pauses import HoldSteps, StepsPaused
+from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
+from dflow.distributed.coordinator.coordinator_part import (
+    Arrival,
+    CoordinatorCore,
+    CoordinatorPart,
+    Notices,
+    Requests,
+)
+from dflow.distributed.coordinator.membership import ReleaseTask
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.pauses import (
+    HoldSteps,
+    PauseSteps,
+    ResumeSteps,
+    StepsHeld,
+    StepsPaused,
+    StepsResumed,
+)
 
 
-class StepPauses:
+class StepPauses(CoordinatorPart):
     """The pauses of one cluster. Nothing is durable: after a restart of the coordinator none is on."""
 
+    requests: ClassVar[Requests[StepPauses]] = HandlerTable()
+    notices: ClassVar[Notices[StepPauses]] = HandlerTable()
+
     def __init__(self) -> None:
+        #: Whether no step of a dead worker, or one that failed, may be applied on some tasks only, for all but the task
+        #: that asks for a pause; of each part that knows of such steps.
+        self.is_clear: list[Callable[[str], bool]] = []
         #: The requests by task, in order of arrival; the first is that of the pause that is on. None for those of the
         #: coordinator itself, which gives them names that no task has.
         self._requests: dict[str, int | None] = {}
@@ -32,6 +55,33 @@ class StepPauses:
         self._waits_for: set[str] = set()
         #: Whether a pause is on, has been reached, and has been broken.
         self.is_on = self._is_reached = self._is_broken = False
+
+    @requests.handles(PauseSteps)
+    def _pause(self, request: PauseSteps, arrival: Arrival) -> Sequence[Command]:
+        return self.ask(request.task, arrival.ask)
+
+    @requests.handles(ResumeSteps)
+    def _resume(self, request: ResumeSteps, arrival: Arrival) -> Sequence[Command]:
+        live = arrival.core.members.connections()
+        were_paused, commands = self.resume(request.task, request.number, live)
+        return [*commands, SendReply(arrival.ask, StepsResumed(were_paused))]
+
+    @notices.handles(StepsHeld)
+    def _held(self, report: StepsHeld, arrival: Arrival) -> Sequence[Command]:
+        self.held(report.task, report.number)
+        return []
+
+    def on_join(self, task: str, peer: int, is_known: bool, core: CoordinatorCore) -> Sequence[Command]:
+        """Have a task hold its steps while a pause is on."""
+        return self.joined(task, peer)
+
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
+        """End the pauses of tasks that have left."""
+        return [command for one in left for command in self.leave(one.task, core.members.connections())]
+
+    def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Begin the next pause, or answer the request for the present one, if it is time."""
+        return self.go_on(core.members.connections(), all(is_clear(self.first) for is_clear in self.is_clear))
 
     @property
     def reached(self) -> str:

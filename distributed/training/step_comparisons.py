@@ -16,10 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import ClassVar
 
-from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
-from dflow.distributed.coordinator.membership import NORMAL_ENDS
+from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
+from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
+from dflow.distributed.coordinator.membership import NORMAL_ENDS, ReleaseTask
 from dflow.distributed.training.comparison_messages import CompareStep, RunRefused, StepCompared
+from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.tracing.devices.task_name import short_task_name
 
@@ -49,11 +52,23 @@ class _Run:
     refusal: str = ""
 
 
-class StepComparisons:
+class StepComparisons(CoordinatorPart):
     """The descriptions of the steps of all runs."""
+
+    requests: ClassVar[Requests[StepComparisons]] = HandlerTable()
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
+
+    @requests.handles(CompareStep)
+    def _compare(self, request: CompareStep, arrival: Arrival) -> Sequence[Command]:
+        return self.compare(arrival.ask, request, arrival.core.members.live_peers())
+
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Forget what tasks have given that failed."""
+        for one in left:
+            self.leave(one.task, one.reason)
+        return []
 
     def compare(self, ask: int, request: CompareStep, live: Sequence[int]) -> list[SendReply | Broadcast]:
         """Take a worker's description; `live` are the connections to notify if it differs."""

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
+from dflow.distributed.asynchronous.step_claims import StepClaims
 from dflow.distributed.collectives.process_group import STATUS as GROUP_LOST
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.snapshots.resumption import Snapshot
+from dflow.distributed.training.run_progress import RunProgress
 from dflow.lowering.files.array_files import read_arrays
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, TaskLost
@@ -81,11 +83,11 @@ def _check_parts(snapshots: Path, snapshot: Snapshot) -> Iterator[str]:
     for name, value in counters.items():
         if not np.all(value == len(first)):
             yield f"{name!r} is {np.unique(value)} after {len(first)} steps"
-    for run in snapshot.ledger.runs.values():
+    for run in snapshot.copy_of(StepClaims).runs.values():
         open_steps = {step for pair in (*run.pool, *run.left_over) for step in range(*pair)}
         if lost := {*range(run.total_steps)} - open_steps - {*first}:
             yield f"the ledger has {_some(lost)} as done, which no task has applied"
-    for rounds, _ in snapshot.ledger.rounds.values():
+    for rounds, _ in snapshot.copy_of(RunProgress).rounds.values():
         if rounds > len(first):
             yield f"the ledger has {rounds} rounds as done, and the tasks have applied {len(first)}"
 

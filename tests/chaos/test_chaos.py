@@ -9,13 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from dflow.distributed.asynchronous.step_claims import RunsCopy
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.snapshots.resumption import Snapshot
-from dflow.distributed.training.step_ledger import LedgerCopy
+from dflow.distributed.training.run_progress import ProgressCopy
 from dflow.lowering.files.array_files import fill_folder
 from dflow.tracing.moments import ROLES
 from tests.chaos import __main__ as chaos
@@ -129,7 +131,9 @@ def committed(folder: Path, counts: tuple[int, int], whole: tuple[Any, Any], led
         fill_folder(part, {f"count {index}": np.int32(counts[index])}, {"applied": applied, "rounds": []})
     records = DurableRecords()
     tasks = tuple(f"/job:ps/task:{index}" for index in range(2))
-    records.put("snapshot/committed", Snapshot(3, tasks, ("count 0", "count 1"), LedgerCopy(**ledger), 0.0, (), "blue"))
+    copies = {"StepClaims": RunsCopy(ledger["runs"]), "RunProgress": ProgressCopy(rounds=ledger["rounds"])}
+    encoded = {part: msgspec.msgpack.encode(copy) for part, copy in copies.items()}
+    records.put("snapshot/committed", Snapshot(3, tasks, ("count 0", "count 1"), 0.0, (), "blue", encoded))
     store = SqliteStore(folder / "state")
     store.write(records.take_changes())
     store.close()

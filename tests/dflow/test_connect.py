@@ -12,8 +12,8 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.process import parent_watch
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
 
@@ -56,7 +56,7 @@ def test_variables_of_a_process_by_itself_live_in_it() -> None:
 
 
 def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 4})
+    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 4})
     for name, value in zip(VARIABLES, (coordinator.address, "evaluator", "3"), strict=True):
         monkeypatch.setenv(name, value)
     cluster = dflow.connect()
@@ -68,7 +68,7 @@ def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 3})
+    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 3})
     for name, value in zip(VARIABLES, ("127.0.0.1:1", "evaluator", "0"), strict=True):
         monkeypatch.setenv(name, value)
     cluster = dflow.connect(coordinator.address, index=2)
@@ -78,7 +78,7 @@ def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_job_given_comes_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 1})
+    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 1})
     for name, value in zip(VARIABLES, (coordinator.address, "worker", "0"), strict=True):
         monkeypatch.setenv(name, value)
     cluster = dflow.connect(job="evaluator")
@@ -90,7 +90,7 @@ def test_the_job_given_comes_before_that_of_the_environment(monkeypatch: pytest.
 def test_the_environment_says_where_to_listen_also_when_the_coordinator_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
     monkeypatch.setenv("DFLOW_ADDRESS", "127.0.0.2")
     cluster = dflow.connect(coordinator.address, index=0)
     assert cluster.server.address.startswith("127.0.0.2:")
@@ -100,7 +100,7 @@ def test_the_environment_says_where_to_listen_also_when_the_coordinator_is_given
 
 def test_a_port_for_metrics_that_is_taken_leaves_no_task_behind() -> None:
     pytest.importorskip("prometheus_client")
-    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="metrics cannot be served"):
         dflow.connect(coordinator.address, index=0, metrics_port=taken.getsockname()[1])
     [info] = coordinator.status().tasks
@@ -139,7 +139,7 @@ def test_a_malformed_address_is_refused() -> None:
 
 
 def test_a_cluster_file_says_where_and_the_arguments_who(tmp_path: Path) -> None:
-    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 2})
+    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 2})
     path = tmp_path / "cluster.toml"
     path.write_text(f'coordinator = "{coordinator.address}"\n[jobs]\nevaluator = ["127.0.0.1", "127.0.0.2"]\n')
     cluster = dflow.connect(cluster=path, job="evaluator", index=1)
@@ -152,7 +152,7 @@ def test_a_cluster_file_says_where_and_the_arguments_who(tmp_path: Path) -> None
 
 
 def test_where_this_process_listens_can_be_said() -> None:
-    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
     cluster = dflow.connect(coordinator.address, index=0, address="127.0.0.3")
     assert cluster.coordinator.session.roster.tasks[0].address.startswith("127.0.0.3:")
     cluster.close()

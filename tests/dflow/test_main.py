@@ -8,7 +8,8 @@ import pytest
 from dflow import __version__
 from dflow.__main__ import main
 from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.coordinator.coordinator import LISTENING, Coordinator
+from dflow.distributed.coordinator.coordinator import LISTENING
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.status import GetStatus
 from tests.distributed.detection.recorded import indexed_job
@@ -53,7 +54,7 @@ def test_bad_options_are_refused_with_the_remedy(
 
 
 def test_status_shows_a_running_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 2})
+    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 2})
     client = CoordinatorClient(SocketTransport(), coordinator.address, name="/job:ps/task:0")
     client.join("/job:ps/task:0", "here:1")
     assert main(["status", "--coordinator", coordinator.address]) == 0
@@ -86,7 +87,7 @@ def test_a_coordinator_says_first_where_it_listens_and_ends_quietly_at_sigterm(t
 
 @pytest.mark.parametrize("command", ["coordinator", "task"])
 def test_an_address_that_is_taken_is_said_with_the_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with closing(Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1})) as there:
+    with closing(make_coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1})) as there:
         words = ["--index", "0", "--coordinator", there.address] if command == "task" else []
         assert main([command, "--address", there.address, *words]) == 1
         said = capsys.readouterr().err

@@ -12,7 +12,7 @@ import dflow
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.cluster.stock_task import StockTask
-from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
@@ -26,7 +26,7 @@ class Place:
 
     def __init__(self) -> None:
         self.network = MemoryNetwork()
-        self.coordinator = Coordinator(self.network, "", {"ps": 1, "worker": 1})
+        self.coordinator = make_coordinator(self.network, "", {"ps": 1, "worker": 1})
         self.made: list[Cluster | StockTask | CoordinatorClient] = []
 
     def ps(self, index: int) -> StockTask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dflow.distributed.coordinator import coordinator_state
+from dflow.distributed.roles import COORDINATOR_PARTS
 from dflow.distributed.task import task_server
 from dflow.distributed.training.comparison_messages import RunRefused
 from dflow.distributed.wire.codec import MESSAGES
@@ -29,18 +30,23 @@ OF_CLIENTS = {
 }
 
 
+def of_coordinators(table: str) -> set[type[Message]]:
+    tables = [getattr(coordinator_state, table.upper()), *(getattr(part, table) for part in COORDINATOR_PARTS)]
+    return {message for one in tables for message in one.handlers}
+
+
 def of(kind: type[Message]) -> set[type[Message]]:
     return {message for message in MESSAGES if issubclass(message, kind)}
 
 
 def test_each_request_is_handled_by_one_role() -> None:
-    coordinators, tasks = set(coordinator_state.REQUESTS.handlers), set(task_server.REQUESTS.handlers)
+    coordinators, tasks = of_coordinators("requests"), set(task_server.REQUESTS.handlers)
     assert coordinators | tasks == of(Request)
     assert not coordinators & tasks
 
 
 def test_each_notice_is_handled() -> None:
-    assert {*coordinator_state.NOTICES.handlers, *task_server.NOTICES.handlers, *OF_CLIENTS} == of(Notice)
+    assert {*of_coordinators("notices"), *task_server.NOTICES.handlers, *OF_CLIENTS} == of(Notice)
 
 
 def test_a_second_handler_of_a_message_is_refused() -> None:

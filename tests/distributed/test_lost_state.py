@@ -16,8 +16,9 @@ import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
@@ -107,7 +108,7 @@ def test_a_coordinator_that_was_restarted_meanwhile_knows_what_was_lost() -> Non
     network, store = MemoryNetwork(), MemoryStore()
 
     def coordinator() -> Coordinator:
-        return Coordinator(network, "coordinator", {"ps": 1, "worker": 2}, store=store, settings=AT_ONCE)
+        return make_coordinator(network, "coordinator", {"ps": 1, "worker": 2}, store=store, settings=AT_ONCE)
 
     def worker(index: int) -> Cluster:
         return Cluster("coordinator", network, job="worker", index=index, store=Store(), address="", settings=SOON)

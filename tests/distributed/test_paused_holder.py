@@ -16,7 +16,8 @@ import dflow
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import TaskLost
@@ -60,7 +61,7 @@ cluster.close()
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
     with closing(
-        Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1, "worker": WORKERS}, settings=SETTINGS)
+        make_coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1, "worker": WORKERS}, settings=SETTINGS)
     ) as made:
         yield made
 

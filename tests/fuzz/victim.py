@@ -11,6 +11,7 @@ import logging
 import sys
 
 from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.sockets import SocketTransport
@@ -31,7 +32,7 @@ def main() -> None:
         server = TaskServer(TASK, SocketTransport(LIMITS), address=address, settings=settings)
         server.roster_changed(Roster(tuple(TaskInfo(worker, "127.0.0.1:1", 0.0) for worker in WORKERS), ()))
     else:
-        server = Coordinator(SocketTransport(LIMITS), address, {"ps": 1, "worker": 2})
+        server = make_coordinator(SocketTransport(LIMITS), address, {"ps": 1, "worker": 2})
     print(f"listening on {server.address}", flush=True)
     for _ in sys.stdin:
         print(server.statistics().plans if isinstance(server, TaskServer) else 0, flush=True)

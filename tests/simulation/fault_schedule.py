@@ -20,9 +20,10 @@ import pytest
 
 from dflow.distributed.asynchronous import async_
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.steps import retries
 from dflow.distributed.synchronous import sync
 from dflow.distributed.training import long_wait
@@ -339,7 +340,7 @@ class _ScheduleRun:
         process = self._store.process = self._network.start(COORDINATOR)
         self._say(str(process), "starts")
         every_s = 0.0 if self._snapshot_checks is None else SNAPSHOT_EVERY_S
-        coordinator = Coordinator(
+        coordinator = make_coordinator(
             SimulatedTransport(self._network, process, self._connections),
             ADDRESS,
             {"ps": self._schedule.ps, "worker": self._schedule.workers},
@@ -436,7 +437,7 @@ class _ScheduleRun:
         if process.host != COORDINATOR:
             self._tasks.end(process)
             self.checks.died(str(process), why)
-        elif not self._coordinator._state.is_durable:
+        elif not self._coordinator._state._core.is_durable:
             self.checks.forgets_claims()
         self.events.after(back_after_s, partial(self._start, process.host), is_routine=True)
 

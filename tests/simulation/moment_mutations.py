@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dflow.distributed.coordinator import coordinator, surviving_store
+from dflow.distributed.coordinator import coordinator, coordinator_state, surviving_store
 from dflow.distributed.snapshots import return_attempt
 from dflow.distributed.snapshots.resumption import SNAPSHOT
 from tests.simulation.planting import Mutation, giving
@@ -55,7 +55,14 @@ def _planted(says: str, owner: Any, attribute: str, made: Any, found_by: str, fa
 MOMENT_MUTATIONS = (
     _planted("a write that failed is not tried again", _STORE, "_try", _once, "none lost", _LOST),
     _planted("a write that failed counts as done", _STORE, "_try", _as_written, "one in office", _FULL),
-    _planted("what is not written is told", coordinator, "waits", giving(False), "one in office", _FULL),
+    _planted(
+        "what is not written is told",
+        coordinator_state.CoordinatorState,
+        "waits",
+        giving(False),
+        "one in office",
+        _FULL,
+    ),
     _planted(
         "a snapshot is told of before its record is written",
         coordinator.Coordinator,

@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from dflow.distributed.asynchronous import async_, staleness
+from dflow.distributed.asynchronous import async_, claimed_run, staleness
 from dflow.distributed.client import coordinator_session, session_driver
 from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, variable_directory
 from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
 from dflow.distributed.steps import deadlines, plan_runs, rendezvous, steps_ahead, task_channel
 from dflow.distributed.synchronous import rounds
 from dflow.distributed.task import member_gate, task_server
-from dflow.distributed.training import step_ledger
 from dflow.distributed.transport import session as transport_session
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
@@ -297,7 +296,7 @@ _QUEUE, _ACCUMULATOR, _ROUNDS = queue_machine.QueueMachine, accumulator_machine.
 _HELD = accumulators.HeldAccumulator
 _LINK = transport_session.Session
 _ATTEMPT = applied_steps.StepAttempt
-_RUN, _MEETING, _MEMBERS = step_ledger._LedgerRun, rendezvous.Rendezvous, membership.Membership
+_RUN, _MEETING, _MEMBERS = claimed_run.ClaimedRun, rendezvous.Rendezvous, membership.Membership
 
 #: Notices come late and twice.
 _TWICE = "twice=0.3,mixed=0.3"

@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dflow.distributed.snapshots.resumption import Snapshot
 from dflow.distributed.synchronous.step_aggregator import RunCopy
 from dflow.distributed.task.task_resources import SavedResource
 from dflow.distributed.task.task_server import TaskStatistics
-from dflow.distributed.training.step_ledger import LedgerCopy
+from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.wire.messages.message import Message, Notice
 from dflow.distributed.wire.messages.snapshots import CaptureState, StateRestored
 from tests.simulation.snapshot_checks import SnapshotChecks, names_on
@@ -83,9 +84,9 @@ class RoundSnapshotChecks(SnapshotChecks):
         self._is_refused = self._is_refused or "the lost state is not restored: " in why
         super().refused(why)
 
-    def done_in(self, ledger: LedgerCopy) -> Sequence[int]:
-        """Return the rounds that a ledger counts as done."""
-        done, _ = ledger.rounds.get(RUN, (0, 0))
+    def done_in(self, snapshot: Snapshot) -> Sequence[int]:
+        """Return the rounds that a snapshot counts as done."""
+        done, _ = snapshot.copy_of(RunProgress).rounds.get(RUN, (0, 0))
         return range(done)
 
     def committed_part(self, number: int, text: str, metadata: Mapping[str, Any], values: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from dflow.distributed.steps import step_gate
 from dflow.distributed.synchronous import rounds, step_aggregator
-from dflow.distributed.training import step_ledger
+from dflow.distributed.training import run_progress
 from dflow.lowering.queues import accumulators
 from dflow.lowering.state import applied_steps
 from tests.simulation.planting import Made, Mutation, doing_nothing, giving
@@ -86,7 +86,7 @@ ROUND_SNAPSHOT_MUTATIONS = (
     _planted("a sum of before a return is applied", rounds.Rounds, "return_to", _in_place, "applied once", _OTHER_DIES),
     _planted(
         "rounds of before a return are counted",
-        step_ledger.StepLedger,
+        run_progress.RunProgress,
         "note_rounds",
         _whenever_done,
         "none lost",

@@ -23,9 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from dflow.distributed.asynchronous.step_claims import StepClaims
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.snapshots.resumption import Snapshot
 from dflow.distributed.task.task_server import TaskStatistics
-from dflow.distributed.training.step_ledger import LedgerCopy
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.snapshots import (
@@ -52,7 +54,7 @@ def names_on(host: str) -> tuple[str, str]:
 
 
 class SnapshotChecks(Checks, ABC):
-    """The checks of one schedule. A subclass knows which of the `steps` steps or rounds a ledger counts as done."""
+    """The checks of one schedule. A subclass knows which of the `steps` steps or rounds a snapshot counts as done."""
 
     def __init__(self, ps: Sequence[str], steps: int) -> None:
         super().__init__(ps, steps)
@@ -85,8 +87,8 @@ class SnapshotChecks(Checks, ABC):
         self.require(first == value[-1], "same variable", text)
 
     @abstractmethod
-    def done_in(self, ledger: LedgerCopy) -> Sequence[int]:
-        """Return the steps or rounds that a ledger counts as done."""
+    def done_in(self, snapshot: Snapshot) -> Sequence[int]:
+        """Return the steps or rounds that a snapshot counts as done."""
 
     def may_differ(self) -> Collection[int]:
         """Return the steps that a snapshot may have on some tasks only."""
@@ -94,7 +96,7 @@ class SnapshotChecks(Checks, ABC):
 
     def refused(self, why: str) -> None:
         """The coordinator refuses to restore lost state."""
-        recovery = self.state._recovery
+        recovery = self.state.part(Recovery)
         committed = recovery._committed
         if "the lost state is not restored: " not in why:
             return  # the worker has left
@@ -105,7 +107,7 @@ class SnapshotChecks(Checks, ABC):
 
     def tells(self, message: Message) -> None:
         """The coordinator is about to send a message to a task."""
-        committed = self.state._recovery._committed
+        committed = self.state.part(Recovery)._committed
         if isinstance(message, SnapshotCommitted) and message.number not in self._committed:
             self._check_commit()
         elif isinstance(message, StateRestored):
@@ -127,7 +129,7 @@ class SnapshotChecks(Checks, ABC):
 
     def has_heard(self, message: Message) -> None:
         """The coordinator has handled a message of a task: check steps that it counts as done."""
-        recovery = self.state._recovery
+        recovery = self.state.part(Recovery)
         if (
             not isinstance(message, ClaimSteps | StepsDone | RoundsDone)
             or recovery._is_returning
@@ -140,7 +142,7 @@ class SnapshotChecks(Checks, ABC):
             self.require(not missing, "none lost", f"steps {missing} count as done, and {name!r} does not have them")
 
     def _check_commit(self) -> None:
-        committed, found = self.state._recovery._committed, dict[str, Any]()
+        committed, found = self.state.part(Recovery)._committed, dict[str, Any]()
         for task in committed.tasks:
             host = short_task_name(task)
             if (host, committed.number) in self.disks.damaged:
@@ -157,7 +159,7 @@ class SnapshotChecks(Checks, ABC):
             self.require(not missing, "one moment", f"{text} has no {sorted(missing)}")
             found |= values
         self._committed[committed.number] = found
-        self._check_one_moment(f"in snapshot {committed.number}", found, self.done_in(committed.ledger))
+        self._check_one_moment(f"in snapshot {committed.number}", found, self.done_in(committed))
 
     def committed_part(self, number: int, text: str, metadata: Mapping[str, Any], values: dict[str, Any]) -> None:
         """Check the records in a part of the committed snapshot `number`; leave only variables in `values`."""
@@ -191,13 +193,13 @@ class SnapshotChecks(Checks, ABC):
 
     def _done_steps(self) -> Sequence[int]:
         """Return the steps that the ledger counts as done."""
-        return self.done_in(self.state._ledger.copy())
+        return self.done_in(Snapshot(0, (), (), 0.0, (), "", self.state._core.copies()))
 
     # The end.
 
     def is_settled(self) -> bool:
         """Whether the coordinator knows the processes of all ps tasks, and has restored lost state or given it up."""
-        recovery, members = self.state._recovery, self.state._membership
+        recovery, members = self.state.part(Recovery), self.state._members
         for host in self._tasks:
             member = self.tasks.member(host)
             if member is None or members.process(member.name) != str(member.process):
@@ -212,7 +214,7 @@ class SnapshotChecks(Checks, ABC):
             parts = sorted(part.name for part in self.disks.part(host, 0).parent.iterdir())
             self.require(len(parts) <= 3, "bounded", f"{host} keeps {parts}")
         if self.state._directory.lost():
-            self.refused(f"the lost state is not restored: {self.state._recovery._hopeless}")
+            self.refused(f"the lost state is not restored: {self.state.part(Recovery)._hopeless}")
         else:
             self._check_one_moment("at the end", self.present())
 
@@ -233,9 +235,10 @@ class StepSnapshotChecks(SnapshotChecks):
         self.require(value[attempt.step] == 0, "applied once", text)
         return attempt
 
-    def done_in(self, ledger: LedgerCopy) -> Sequence[int]:
-        """Return the steps that a ledger counts as done."""
-        pool = ledger.runs[RUN].pool if RUN in ledger.runs else ((0, self._steps),)
+    def done_in(self, snapshot: Snapshot) -> Sequence[int]:
+        """Return the steps that a snapshot counts as done."""
+        runs = snapshot.copy_of(StepClaims).runs
+        pool = runs[RUN].pool if RUN in runs else ((0, self._steps),)
         return sorted({*range(self._steps)} - {step for pair in pool for step in range(*pair)})
 
     def may_differ(self) -> Collection[int]:
@@ -244,13 +247,13 @@ class StepSnapshotChecks(SnapshotChecks):
 
     def claimed(self, worker: str, steps: range, live: Collection[str]) -> None:
         """See `Checks`; a claim from before a return is void."""
-        void = {task for task, one in self.state._ledger._runs[RUN].workers.items() if one.is_void}
+        void = {task for task, one in self.state.part(StepClaims)._runs[RUN].workers.items() if one.is_void}
         self._held = {task: held for task, held in self._held.items() if task not in void}
         super().claimed(worker, steps, live)
 
     def tells(self, message: Message) -> None:
         """The coordinator is about to send a message to a task."""
-        run = self.state._ledger._runs.get(RUN)
+        run = self.state.part(StepClaims)._runs.get(RUN)
         if isinstance(message, CaptureState) and run is not None and not run.holding | run.sharing:
             self._halves.update(*run.left_over.ranges())
         super().tells(message)

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from dflow.distributed.asynchronous import claimed_run, step_claims
 from dflow.distributed.coordinator import variable_directory
 from dflow.distributed.snapshots import recovery, snapshot_attempt, task_snapshots
 from dflow.distributed.steps import retries, step_gate
-from dflow.distributed.training import step_ledger
 from dflow.distributed.wire.messages.snapshots import CaptureState, StateCaptured
 from dflow.lowering.state import applied_steps
 from tests.simulation.blocking_program import CURRENT
@@ -56,7 +56,7 @@ def _no_capture_awaited(original: Any) -> Any:
 def _ledger_of_the_commit(original: Any) -> Any:
     def snapshot_on(self: Any, at_s: float) -> Any:
         if (attempt := self._attempt) is not None and attempt.is_written:
-            attempt.snapshot = msgspec.structs.replace(attempt.snapshot, ledger=self._ledger.copy())
+            attempt.snapshot = msgspec.structs.replace(attempt.snapshot, copies=self._core.copies())
         return original(self, at_s)
 
     return snapshot_on
@@ -163,13 +163,13 @@ SNAPSHOT_MUTATIONS = (
     _planted("a task returns once only", _PARTS, "_load", _always_the_first, "one moment", _TWICE),
     _planted("a task returns before others have read", _RECOVERY, "_load", _without_reading, "all read"),
     _planted("state made since is not freed", _PARTS, "_load", _none_freed, "one moment", _EARLY),
-    _planted("the ledger does not return", step_ledger.StepLedger, "return_to", doing_nothing, "one moment"),
-    _planted("claims outlive a return", step_ledger._LedgerRun, "return_to", _claims_kept, "done once"),
+    _planted("the ledger does not return", step_claims.StepClaims, "return_to", doing_nothing, "one moment"),
+    _planted("claims outlive a return", claimed_run.ClaimedRun, "return_to", _claims_kept, "done once"),
     _planted(
-        "a dead worker's step is not awaited", step_ledger.StepLedger, "is_clear", giving(True), "one moment", _HALF
+        "a dead worker's step is not awaited", step_claims.StepClaims, "is_clear", giving(True), "one moment", _HALF
     ),
     _planted(
-        "a failed step is not done first", step_ledger._LedgerRun, "note_done", _without_failures, "one moment", _LOSSES
+        "a failed step is not done first", claimed_run.ClaimedRun, "note_done", _without_failures, "one moment", _LOSSES
     ),
     _planted("a step waits for a return", retries, "is_in_step", giving(False), "no cycle", _AT_ONCE),
     _planted("a step that runs is not awaited", step_gate.StepGate, "close", _idle_at_once, "one moment"),

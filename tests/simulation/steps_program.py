@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.asynchronous.staleness_bound import SharedStep, StalenessBound
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.cluster.standalone import NoCalls
+from dflow.distributed.standalone import NoCalls
 from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
+from dflow.distributed.snapshots.recovery import Recovery
 from dflow.lowering.files.array_files import read_arrays
 from dflow.tables import changed_rows
 from dflow.testing import memory_cluster
@@ -299,7 +300,7 @@ def test_all_rows_are_yielded_after_a_return_to_a_snapshot(tmp_path: Path) -> No
             table = dflow.ShardedVariable(lambda: jnp.ones(SHAPE), name="table", track_changes=True)
         copy = Copy(table, "one")
         copy.renew()
-        recovery = tasks.coordinator._state._recovery
+        recovery = tasks.coordinator._state.part(Recovery)
         with tasks.worker.parameter_servers():
             later = dflow.Variable(0, name="later")
         assert later.read() == 0

@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.cluster.stock_task import StockTask
-from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.snapshots.resumption import newest_snapshot, resumed
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.state_backends import LOCAL
@@ -33,7 +33,9 @@ class Tasks:
         self._store.write(Change(*row) for row in rows.items())
         settings = CoordinatorSettings(snapshot_every_s=every_s, rejoin_s=0.1)
         expected = {"ps": 2, "worker": workers}
-        self.coordinator = Coordinator(self.network, "", expected, store=self._store, settings=settings, tick_s=0.02)
+        self.coordinator = make_coordinator(
+            self.network, "", expected, store=self._store, settings=settings, tick_s=0.02
+        )
         self.ps: list[StockTask] = []
         for index in range(2):
             self.ps.append(self.start(index))

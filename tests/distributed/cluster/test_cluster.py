@@ -14,7 +14,7 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster
@@ -174,7 +174,7 @@ def test_an_address_nobody_answers_at_over_tcp() -> None:
 
 def test_a_parameter_task_that_never_comes_is_named() -> None:
     network = MemoryNetwork()
-    coordinator = Coordinator(network, "", {"ps": 2, "worker": 1})
+    coordinator = make_coordinator(network, "", {"ps": 2, "worker": 1})
     with closing(coordinator), pytest.raises(DeadlineExceeded, match=r"2 are missing: ps:0, ps:1") as caught:
         Cluster(coordinator.address, network, job="worker", index=0, store=Store(), settings=SOON, address="")
     assert "waited 0.2 s" in str(caught.value)

@@ -9,6 +9,7 @@ import pytest
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
@@ -22,7 +23,7 @@ PS0 = "/job:ps/task:0"
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    made = Coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1})
+    made = make_coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1})
     yield made
     made.close()
 
@@ -90,7 +91,7 @@ client.leave()
 
 def test_a_task_whose_name_is_taken_listens_no_longer() -> None:
     network = MemoryNetwork()
-    coordinator = Coordinator(network, "", {"ps": 1})
+    coordinator = make_coordinator(network, "", {"ps": 1})
     first = StockTask(network, PS0, coordinator.address, "memory:first")
     with pytest.raises(RemoteError, match="ps:0 is already live at memory:first"):
         StockTask(network, PS0, coordinator.address, "memory:second")
@@ -101,7 +102,7 @@ def test_a_task_whose_name_is_taken_listens_no_longer() -> None:
 
 def test_a_task_whose_address_is_taken_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     network = MemoryNetwork()
-    coordinator = Coordinator(network, "", {"ps": 1})
+    coordinator = make_coordinator(network, "", {"ps": 1})
     taken = network.listen("memory:taken", name=PS0, handler=RefuseAll())
     closed: list[str] = []
     monkeypatch.setattr(CoordinatorClient, "close", lambda client, why: closed.append(why))

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.barriers import ASKED_AGAIN_S, Barriers
-from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.base import PendingReply
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.connection import Failure
@@ -243,7 +243,7 @@ class Cluster:
         self.now_s = 100.0
         self.network = MemoryNetwork()
         jobs = {"ps": 1, "worker": 2}
-        self.coordinator = Coordinator(self.network, "", jobs, tick_s=None, clock=lambda: self.now_s)
+        self.coordinator = make_coordinator(self.network, "", jobs, tick_s=None, clock=lambda: self.now_s)
         self.first, self.second = self.join(A), self.join(B)
 
     def join(self, task: str) -> CoordinatorClient:

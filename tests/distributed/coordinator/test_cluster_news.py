@@ -17,9 +17,10 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.durable_records import apply_changes
 from dflow.distributed.coordinator.membership import MOST_LEFT
+from dflow.distributed.roles import make_coordinator_state
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.status import ClusterEvents, GetEvents
 
@@ -31,7 +32,7 @@ class NewsOfTwo:
 
     def __init__(self, rows: Mapping[str, bytes] | None = None, at_s: float = 0.0) -> None:
         self.rows, self.at_s = dict(rows or {}), at_s
-        self.state = CoordinatorState({"worker": 2}, CoordinatorSettings(stall_timeout_s=5.0), self.rows)
+        self.state = make_coordinator_state({"worker": 2}, CoordinatorSettings(stall_timeout_s=5.0), self.rows)
         self.do(Started(at_s, "cluster"))
 
     def do(self, event: Event) -> list[Command]:
@@ -104,7 +105,7 @@ def test_the_events_are_bounded() -> None:
     assert len(told.events) == MOST_EVENTS
     assert told.newest == told.events[-1].number == 2 * (MOST_LEFT + 10)
     assert max(len(event.text) for event in told.events) == LONGEST_TEXT
-    assert len(two.state._news._known) <= MOST_LEFT, "no more lives than the roster lists"
+    assert len(two.state._core.news._known) <= MOST_LEFT, "no more lives than the roster lists"
 
 
 def test_what_the_coordinator_logs_is_an_event() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
-from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_events import Asked, Ticked, Told
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.traffic_totals import EDGES_TOLD
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.training.claims import claimed
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
@@ -48,7 +48,7 @@ class Cluster:
         self.start(address)
 
     def start(self, address: str, store: MemoryStore | None = None) -> None:
-        self.coordinator = Coordinator(
+        self.coordinator = make_coordinator(
             self.transport,
             address,
             {"ps": 1, "worker": 2},
@@ -291,7 +291,7 @@ def test_no_one_joins_by_the_name_of_another(cluster: Cluster) -> None:
 
 def test_a_connection_that_ends_before_the_session_knows_of_it_is_made_again() -> None:
     network, broken = MemoryNetwork(), list[str]()
-    coordinator = Coordinator(network, "", {}, tick_s=None)
+    coordinator = make_coordinator(network, "", {}, tick_s=None)
     made: list[Peer] = []
 
     class Watched:

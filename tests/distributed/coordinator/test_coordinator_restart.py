@@ -19,8 +19,9 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.durable_records import apply_changes
+from dflow.distributed.roles import make_coordinator_state
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Mark, Marked, Message
@@ -67,7 +68,7 @@ class World:
         return self.numbers
 
     def start(self) -> None:
-        self.state = CoordinatorState(JOBS, SETTINGS, self.rows)
+        self.state = make_coordinator_state(JOBS, SETTINGS, self.rows)
         self.starts += 1
         self.carry_out(Started(self.now_s, "blue" if self.starts == 1 else f"start {self.starts}"))
 

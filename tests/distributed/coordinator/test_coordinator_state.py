@@ -17,7 +17,9 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
+from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.roles import make_coordinator_state
 from dflow.distributed.training.plan_messages import TrainingEvent
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import ElectOnce
@@ -41,7 +43,7 @@ PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/tas
 
 def cluster() -> CoordinatorState:
     """An expected ps that has not joined, and two workers that joined over the connections 10 and 11."""
-    state = CoordinatorState({"ps": 1, "worker": 2})
+    state = make_coordinator_state({"ps": 1, "worker": 2})
     state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
     state.handle(Asked(0.0, 11, 1, Join(WORKER1, "h:1")))
     return state
@@ -159,7 +161,7 @@ def test_a_closing_task_says_so_without_waiting_for_an_answer() -> None:
 
 
 def test_a_record_is_persisted_before_its_reply_and_its_news() -> None:
-    state = CoordinatorState({"worker": 2})
+    state = make_coordinator_state({"worker": 2})
     commands = state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
     assert [type(command) for command in commands] == [Persist, SendReply, Broadcast]
 
@@ -288,7 +290,7 @@ def events(happenings: list[tuple[str, int, Message | None]]) -> list[Event]:
 
 @given(HAPPENINGS)
 def test_the_same_events_give_the_same_commands(happenings: list[tuple[str, int, Message | None]]) -> None:
-    state, replay = (CoordinatorState({"ps": 1, "worker": 2}) for _ in range(2))
+    state, replay = (make_coordinator_state({"ps": 1, "worker": 2}) for _ in range(2))
     for event in events(happenings):
         assert state.handle(event) == replay.handle(event)
 
@@ -323,7 +325,7 @@ def test_a_stall_told_by_no_task_or_in_anothers_name_is_passed_over() -> None:
 
 
 def test_a_task_that_makes_no_progress_has_all_write_down_their_last_events() -> None:
-    state = CoordinatorState({"worker": 2}, CoordinatorSettings(heartbeat_timeout_s=1e9, stall_timeout_s=30.0))
+    state = make_coordinator_state({"worker": 2}, CoordinatorSettings(heartbeat_timeout_s=1e9, stall_timeout_s=30.0))
     state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
     state.handle(Asked(0.0, 11, 1, Join(WORKER1, "h:1")))
     state.handle(Told(1.0, 10, Heartbeat(WORKER0, (), 3, "step 4 of worker:0")))

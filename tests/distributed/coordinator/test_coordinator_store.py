@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.status import GetStatus, Report, WorkerProgress
 from dflow.tracing.errors import ConfigError, DflowError, InternalError
@@ -262,7 +262,7 @@ def test_a_coordinator_that_fails_ends_with_the_reason_and_writes_nothing_of_wha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network, store, faults = MemoryNetwork(), Recording(), list[str]()
-    coordinator = Coordinator(network, "", {}, store=store, tick_s=None, on_fault=faults.append)
+    coordinator = make_coordinator(network, "", {}, store=store, tick_s=None, on_fault=faults.append)
     client = CoordinatorClient(network, coordinator.address, name="/job:worker/task:0")
     client.join("/job:worker/task:0", "here")
     client.ask(Report("accuracy", 1.0))
@@ -283,7 +283,7 @@ def test_the_time_of_a_coordinator_goes_on_after_a_restart(tmp_path: Path) -> No
     now_s = 1_000_000.0
     for began_s, before_s in ((1_000_000.0, 0.0), (5.0, 60.0), (-3e6, 120.0)):
         now_s = began_s
-        coordinator = Coordinator(
+        coordinator = make_coordinator(
             network,
             "",
             {},

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
-from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_events import Asked, Command, Log, Persist, SendReply, Started
-from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
 from dflow.distributed.coordinator.state_marks import StateMarks
+from dflow.distributed.roles import make_coordinator, make_coordinator_state
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Mark, Message
@@ -71,7 +70,7 @@ class Disk:
         rows: dict[str, bytes] = {}
         for changes in self.writes:
             apply_changes(rows, changes)
-        self.state, self.starts = CoordinatorState({"ps": 1, "worker": 2}, rows=rows), self.starts + 1
+        self.state, self.starts = make_coordinator_state({"ps": 1, "worker": 2}, rows=rows), self.starts + 1
         self.handle(Started(0.0, "blue" if self.starts == 1 else f"start {self.starts}"))
 
     def handle(self, event: Started | Asked) -> list[Command]:
@@ -107,7 +106,7 @@ def test_a_coordinator_that_lost_its_newest_write_takes_back_only_tasks_that_saw
 
 def test_a_flipped_bit_in_the_write_ahead_log_is_found_out(tmp_path: Path) -> None:
     network, lost, gone = MemoryNetwork(), list[str](), threading.Event()
-    first = Coordinator(network, "", {"ps": 1, "worker": 1}, store=SqliteStore(tmp_path / "state"), tick_s=None)
+    first = make_coordinator(network, "", {"ps": 1, "worker": 1}, store=SqliteStore(tmp_path / "state"), tick_s=None)
     client = CoordinatorClient(network, first.address, name=WORKER0, settings=SessionSettings(longest_pause_s=0.05))
     client.join(WORKER0, "h:1")
     client.session.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
@@ -121,7 +120,7 @@ def test_a_flipped_bit_in_the_write_ahead_log_is_found_out(tmp_path: Path) -> No
     log.write_bytes(data)
     first.close()
     store = SqliteStore(tmp_path / "damaged/state")
-    second = Coordinator(network, first.address, {"ps": 1, "worker": 1}, store=store, tick_s=None)
+    second = make_coordinator(network, first.address, {"ps": 1, "worker": 1}, store=store, tick_s=None)
     assert gone.wait(SOON_S)
     assert "the coordinator's state is older than what worker:0 has seen of it: of the changes up to" in lost[0]
     client.close()

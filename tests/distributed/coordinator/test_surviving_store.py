@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.coordinator.surviving_store import RETRY_S, SurvivingStore
+from dflow.distributed.roles import make_coordinator
+from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.rounds import ClaimSteps
@@ -71,7 +72,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
 
 def test_a_coordinator_goes_on_and_a_later_one_has_all() -> None:
     network, disk, faults = MemoryNetwork(), Disk(), list[str]()
-    coordinator = Coordinator(network, "", {}, store=disk, tick_s=0.01, on_fault=faults.append)
+    coordinator = make_coordinator(network, "", {}, store=disk, tick_s=0.01, on_fault=faults.append)
     client = CoordinatorClient(network, coordinator.address, name=WORKER)
     client.join(WORKER, "here")
     disk.is_full = True
@@ -86,7 +87,7 @@ def test_a_coordinator_goes_on_and_a_later_one_has_all() -> None:
     client.close()
     coordinator.close()
     assert not faults
-    again = Coordinator(network, "", {}, store=disk, tick_s=None)
+    again = make_coordinator(network, "", {}, store=disk, tick_s=None)
     assert again.status().results == {"accuracy": 1.0}
     again.close()
 
@@ -95,19 +96,19 @@ def test_no_snapshot_is_made_while_the_records_are_not_written() -> None:
     tasks = Tasks()
     tasks.snapshot()
     tasks.tick(6.0)
-    tasks.state.is_durable = False
+    tasks.state.note_durable(False)
     tasks.settle()
     tasks.tick(6.0)
     tasks.settle()
     assert "the coordinator's state cannot be written" in "".join(tasks.log)
-    assert tasks.state._recovery._committed.number == 1
+    assert tasks.state.part(Recovery)._committed.number == 1
     assert tasks.gate == 0, "steps go on"
     for _ in range(20):
         tasks.tick(6.0)
         tasks.settle()
     assert len([line for line in tasks.log if "is abandoned" in line]) == 1
     assert all(1 in tasks.disk[task] for task in PS)
-    tasks.state.is_durable = True
+    tasks.state.note_durable(True)
     tasks.tick(6.0)
     tasks.settle()
-    assert tasks.state._recovery._committed.number > 1
+    assert tasks.state.part(Recovery)._committed.number > 1

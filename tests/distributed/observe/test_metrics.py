@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import dflow
 from dflow.distributed.cluster.task_metrics import task_metrics
-from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.observe.metrics import (
     MOST_NAMED,
     MetricsEndpoint,
@@ -24,6 +23,7 @@ from dflow.distributed.observe.metrics import (
     coordinator_metrics,
     metrics_place,
 )
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import ConfigError, VariableError
@@ -164,7 +164,7 @@ def test_the_commands_serve_them_where_they_are_told_to(tmp_path: Path) -> None:
 
 
 def test_a_script_says_where_it_serves_them(capsys: pytest.CaptureFixture[str]) -> None:
-    coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
     with closing(coordinator), closing(dflow.connect(coordinator.address, index=0, metrics_port=0)):
         said = capsys.readouterr().err
         assert said.startswith("dflow task worker:0: metrics are served at http://127.0.0.1:")

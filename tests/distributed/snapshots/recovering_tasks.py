@@ -20,8 +20,9 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.membership import STOPPED
+from dflow.distributed.roles import make_coordinator_state
 from dflow.distributed.wire.messages.message import Mark, Marked, Message
 from dflow.distributed.wire.messages.pauses import HoldSteps, StepsHeld
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
@@ -85,7 +86,7 @@ class Tasks:
 
     def start_coordinator(self, jobs: Mapping[str, int] = JOBS) -> None:
         """Start the coordinator, or start it again with its records."""
-        self.state = CoordinatorState(jobs, self.settings, dict(self.rows))
+        self.state = make_coordinator_state(jobs, self.settings, dict(self.rows))
         self.handle(Started(self.now_s, f"cluster {self.asks}"))
 
     def place(self, name: str, task: str, *, is_created: bool = True) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from dflow.distributed.asynchronous.step_claims import StepClaims
 from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, SendReply, Told
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.durable_records import apply_changes
+from dflow.distributed.roles import make_coordinator_state
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.pauses import (
     HoldSteps,
@@ -30,7 +32,7 @@ BEGINNING = [
 @pytest.fixture
 def state() -> CoordinatorState:
     """The state after the `BEGINNING`."""
-    state = CoordinatorState({"worker": 2})
+    state = make_coordinator_state({"worker": 2})
     for event in BEGINNING:
         state.handle(event)
     return state
@@ -92,9 +94,9 @@ def test_the_end_of_the_pausing_task_resumes_the_steps(state: CoordinatorState) 
 def test_steps_that_were_left_over_are_known_after_a_restart() -> None:
     rows: dict[str, bytes] = {}
     # The records of the whole history, as the shell writes them.
-    again = CoordinatorState({"worker": 2})
+    again = make_coordinator_state({"worker": 2})
     claimed, left = Asked(0.1, 10, 3, ClaimSteps("run", WORKER0, 20, 1)), Asked(1.0, 11, 5, Leave(WORKER1, "killed"))
     for command in [command for event in (*BEGINNING, claimed, left) for command in again.handle(event)]:
         apply_changes(rows, getattr(command, "changes", ()))
-    restarted = CoordinatorState({"worker": 2}, rows=rows)
-    assert not restarted._ledger.is_clear("")
+    restarted = make_coordinator_state({"worker": 2}, rows=rows)
+    assert not restarted.part(StepClaims).is_clear("")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dflow.distributed.coordinator.coordinator_events import (
     PeerClosed,
 )
+from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.recovery_waits import NOTICE_S, RETURN_S
 from dflow.distributed.snapshots.return_attempt import LOAD_S
 from dflow.distributed.snapshots.snapshot_attempt import CAPTURE_S
 from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
+from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.pauses import PauseSteps
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
@@ -65,9 +67,9 @@ def test_rounds_that_a_return_has_undone_are_not_reported_as_done_afterwards() -
     tasks.start_again(PS[1])
     tasks.settle()
     tasks.tell(WORKER, RoundsDone("sync", WORKER, 8, 9, 1))  # sent before the worker has heard of the return
-    assert tasks.state._ledger.steps_done == 4
+    assert tasks.state.part(RunProgress).steps_done() == 4
     tasks.tell(WORKER, RoundsDone("sync", WORKER, 5, 9, 1, undone=1))
-    assert tasks.state._ledger.steps_done == 5
+    assert tasks.state.part(RunProgress).steps_done() == 5
 
 
 def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
@@ -75,12 +77,12 @@ def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
     tasks.place("late", PS[0], is_created=False)
     for _ in range(3):
         tasks.snapshot()
-    assert not tasks.state._recovery._committed.names
+    assert not tasks.state.part(Recovery)._committed.names
     assert tasks.gate == 0
     tasks.created[PS[0]].add("late")
     for _ in range(3):
         tasks.snapshot()
-    known = tasks.state._recovery._committed
+    known = tasks.state.part(Recovery)._committed
     assert known.names == ("v0", "v1", "late")
 
 
@@ -91,7 +93,7 @@ def test_a_task_may_write_its_part_before_another_has_captured_its_own() -> None
         tasks.deliver(task)
     assert [*tasks.disk[PS[0]]] == [1]
     tasks.settle()
-    assert tasks.state._recovery._committed.number == 1
+    assert tasks.state.part(Recovery)._committed.number == 1
 
 
 def test_state_that_was_restored_by_the_program_is_saved_at_once() -> None:
@@ -170,7 +172,7 @@ def test_a_worker_in_a_long_step_holds_up_the_others_for_a_third_of_the_time_at_
     paused = 0
     for _ in range(300):
         tasks.tick()
-        paused += not tasks.state._recovery.is_idle
+        paused += not tasks.state.part(Recovery).is_idle
         for task in PS:
             while tasks.deliver(task):
                 pass
@@ -187,7 +189,7 @@ def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> Non
     begun = 0
     for _ in range(300):
         tasks.snapshot()
-        number = tasks.state._recovery._counted.number
+        number = tasks.state.part(Recovery)._counted.number
         begun = max(begun, number)
     line = "no snapshot can be made: never was placed, and not created in 30 s"
     assert [one for one in tasks.log if "no snapshot can be made" in one] == [line]
@@ -195,7 +197,7 @@ def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> Non
     tasks.created[PS[0]].add("never")
     tasks.tick(60.0)
     tasks.settle()
-    assert tasks.state._recovery._committed.number > 0
+    assert tasks.state.part(Recovery)._committed.number > 0
 
 
 def test_names_that_are_created_while_a_program_starts_are_not_logged() -> None:
@@ -316,7 +318,7 @@ def test_state_that_no_snapshot_has_is_freed_everywhere_and_made_again() -> None
     assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
     assert tasks.created == {PS[0]: {"v0"}, PS[1]: {"v1", "late"}}
     tasks.snapshot()
-    assert tasks.state._recovery._committed.names == ("v0", "v1", "late")
+    assert tasks.state.part(Recovery)._committed.names == ("v0", "v1", "late")
 
 
 def test_a_task_that_does_not_come_back_is_named() -> None:

@@ -16,7 +16,7 @@ import dflow
 from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.asynchronous.staleness_bound import SharedStep
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.cluster.standalone import NoCalls
+from dflow.distributed.standalone import NoCalls
 from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.synchronous.sync import Sync
 from dflow.distributed.training.strategy import StrategyRun

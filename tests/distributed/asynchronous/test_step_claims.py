@@ -6,16 +6,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dflow.distributed.asynchronous.claimed_run import FIRST_CLAIM, LARGEST_CLAIM
+from dflow.distributed.asynchronous.step_claims import FAILURE_S, StepClaims
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.training.plan_messages import TrainingPlan
-from dflow.distributed.training.step_ledger import FAILURE_S, FIRST_CLAIM, LARGEST_CLAIM, StepLedger
-from dflow.distributed.training.training_plans import TrainingPlans
+from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
+
+
+def done_in(claims: StepClaims) -> int:
+    return sum(done for done, _ in claims.progress.counts().values())
+
+
+def total_of(claims: StepClaims) -> int:
+    return sum(total for _, total in claims.progress.counts().values())
 
 
 def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) -> tuple[int, ClaimSteps]:
@@ -26,7 +35,7 @@ class Numbered:
     """A ledger whose workers number their claims and receive every answer."""
 
     def __init__(self) -> None:
-        self.ledger = StepLedger(DurableRecords())
+        self.claims = StepClaims(DurableRecords())
         self.number = 0
         self.open: dict[int, tuple[str, int]] = {}
         self.seen: dict[str, int] = {}
@@ -35,12 +44,12 @@ class Numbered:
         self.number += 1
         self.open[ask] = claim.task, self.number
         numbered = msgspec.structs.replace(claim, number=self.number, last=self.seen.get(claim.task, 0))
-        return self.noted(self.ledger.claim(ask, numbered))
+        return self.noted(self.claims.claim(ask, numbered))
 
     def leave(self, left: dict[str, str]) -> list[SendReply]:
         for task in left:
             self.seen.pop(task, None)
-        return self.noted(self.ledger.leave(left))
+        return self.noted(self.claims.leave(left))
 
     def noted(self, replies: list[SendReply]) -> list[SendReply]:
         for reply in replies:
@@ -60,7 +69,7 @@ def test_one_worker_gets_the_steps_in_order() -> None:
             break
         sizes.append(reply.message.count)
         first += reply.message.count
-    assert first == ledger.ledger.steps_done == ledger.ledger.steps_total == 100
+    assert first == done_in(ledger.claims) == total_of(ledger.claims) == 100
     assert sizes[:4] == [16, 16, 16, 13]
     assert sizes[-1] == 1
 
@@ -89,7 +98,7 @@ def numbered(
 
 
 def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_back() -> None:
-    ledger = StepLedger(DurableRecords())
+    ledger = StepClaims(DurableRecords())
     ledger.claim(*numbered(1, A, 1))
     given = ledger.claim(*numbered(2, B, 1))
     ledger.leave({A: "killed"})
@@ -97,11 +106,11 @@ def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_ba
     assert [reply.message for reply in again] == [reply.message for reply in given] == [Claimed(16, 10)]
     assert ledger.claim(*numbered(4, B, 2, 1, 10)) == [SendReply(4, Claimed(0, 1))]
     assert ledger.claim(*numbered(5, B, 2, 1, 10)) == [SendReply(5, Claimed(0, 1))]
-    assert ledger.steps_done == ledger.workers()[1].steps == 10
+    assert done_in(ledger) == ledger.workers()[1].steps == 10
 
 
 def test_a_claim_that_comes_after_a_later_one_or_reports_one_that_is_not_known_is_refused() -> None:
-    ledger = StepLedger(DurableRecords())
+    ledger = StepClaims(DurableRecords())
     ledger.claim(*numbered(1, A, 5))
     [late] = ledger.claim(*numbered(2, A, 4))
     assert isinstance(late.message, Failure)
@@ -130,7 +139,7 @@ def test_another_number_of_steps_is_refused_with_both_numbers() -> None:
     [reply] = ledger.claim(3, ClaimSteps("other", B, -1, 1))
     assert isinstance(reply.message, Failure)
     assert "asks for -1 steps" in reply.message.text
-    assert ledger.ledger.steps_total == 100
+    assert total_of(ledger.claims) == 100
 
 
 def test_more_done_than_claimed_is_refused() -> None:
@@ -145,9 +154,9 @@ def test_progress_keeps_the_newest_of_each_worker() -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A))
     ledger.claim(*asked(2, A, done=16, step_s=0.05, metrics={"loss": 2.0}))
-    ledger.ledger.note_done(StepsDone("run", A, 16, 3, metrics={"loss": 1.0}))
+    ledger.claims.note_done(StepsDone("run", A, 16, 3, metrics={"loss": 1.0}))
     ledger.claim(*asked(3, A, done=4))
-    [worker] = ledger.ledger.workers()
+    [worker] = ledger.claims.workers()
     assert (worker.steps, worker.step_s, worker.metrics) == (20, 0.05, {"loss": 1.0})
 
 
@@ -175,8 +184,8 @@ def test_a_claim_is_about_a_second_of_work(step_s: float, least: int, count: int
 def test_a_report_of_steps_that_the_worker_has_not_claimed_is_ignored(report: tuple[str, str, int, int]) -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A))
-    assert ledger.ledger.note_done(StepsDone(*report)) == []
-    assert ledger.ledger.steps_done == 0
+    assert ledger.claims.note_done(StepsDone(*report)) == []
+    assert done_in(ledger.claims) == 0
 
 
 class RandomRun(RuleBasedStateMachine):
@@ -220,7 +229,7 @@ class RandomRun(RuleBasedStateMachine):
             first = held.start - self.reported[task]
             self.reported[task] += done
             self.take(
-                self.ledger.noted(self.ledger.ledger.note_done(StepsDone("run", task, first, self.reported[task])))
+                self.ledger.noted(self.ledger.claims.note_done(StepsDone("run", task, first, self.reported[task])))
             )
 
     @precondition(lambda self: self.next_ask == 0)
@@ -252,7 +261,7 @@ class RandomRun(RuleBasedStateMachine):
         held = [*self.done, *(step for claim in self.claims.values() for step in claim)]
         assert len(held) == len(set(held))
         assert all(0 <= step < self.total for step in held)
-        assert self.ledger.ledger.steps_done == len(self.done)
+        assert done_in(self.ledger.claims) == len(self.done)
 
     @invariant()
     def an_ask_waits_only_for_another_workers_claim(self) -> None:
@@ -267,7 +276,7 @@ class RandomRun(RuleBasedStateMachine):
             self.ask(holders[0], len(self.claims[holders[0]]))
         assert not self.asks
         assert sorted(self.done) == list(range(self.total))
-        assert self.ledger.ledger.steps_done == self.total
+        assert done_in(self.ledger.claims) == self.total
 
 
 TestRandomRun = RandomRun.TestCase
@@ -282,7 +291,7 @@ def sums_of(replies: list[SendReply]) -> dict[str, float]:
 
 def test_the_sums_of_a_run_have_each_step_once() -> None:
     records = DurableRecords()
-    ledger, one = StepLedger(records), {"loss": 1.5, "examples": 1.0}
+    ledger, one = StepClaims(records), {"loss": 1.5, "examples": 1.0}
 
     def claim(task: str, number: int, done: int = 0, last: int | None = None) -> list[SendReply]:
         last = number - 1 if last is None else last
@@ -298,7 +307,7 @@ def test_the_sums_of_a_run_have_each_step_once() -> None:
     assert sums_of(claim(B, 1, done=1, last=0)) == one  # of a claim that was given to others
     claim(A, 4, done=1)
     rows = {key: row for key, row in records.changed.items() if row is not None}
-    ledger = StepLedger(DurableRecords(rows))  # started again
+    ledger = StepClaims(DurableRecords(rows))  # started again
     assert claim(A, 5, done=1) == []  # waits for B
     for reply in claim(B, 2, done=1):
         assert sums_of([reply]) == {"loss": 6.0, "examples": 4.0}
@@ -308,58 +317,58 @@ def test_the_sums_of_a_run_have_each_step_once() -> None:
 
 @pytest.mark.parametrize("is_training", [False, True])
 def test_only_runs_of_training_are_in_the_status(is_training: bool) -> None:
-    ledger = StepLedger(DurableRecords())
+    ledger = StepClaims(DurableRecords())
     before = ledger.copy()
     ledger.claim(1, ClaimSteps("run", A, 1, 1, is_training=is_training))
     ledger.claim(2, ClaimSteps("run", A, 1, 2, 1, done=1, metrics={"loss": 1.0}, is_training=is_training))
-    assert (ledger.steps_done, ledger.steps_total, ledger.copy().steps_done) == (is_training,) * 3
+    assert (done_in(ledger), total_of(ledger), done_in(ledger)) == (is_training,) * 3
     assert [worker.task for worker in ledger.workers()] == [A] * is_training
     ledger.return_to(before)
     ledger.claim(3, ClaimSteps("run", A, 1, 3, 2, more=False, is_training=is_training))
-    assert len(ledger.take_news()) == 2 * is_training  # of the return, and of the end of its only worker
+    assert len(ledger.progress.take_news()) == 2 * is_training  # of the return, and of the end of its only worker
 
 
 def test_the_end_of_a_run_whose_last_worker_failed_is_announced_after_its_error() -> None:
-    ledger = StepLedger(DurableRecords())
+    ledger = StepClaims(DurableRecords())
     ledger.claim(1, ClaimSteps("run", A, 20, 1))
     ledger.note_done(StepsDone("run", A, 0, 2, has_failed=True))
     ledger.claim(2, ClaimSteps("run", A, 20, 2, 1, done=2, more=False, has_failed=True))
     for at_s, count in ((10.0, 0), (10.0 + FAILURE_S, 1), (20.0, 0)):
         ledger.tick(at_s)
-        assert len(ledger.take_news()) == count
+        assert len(ledger.progress.take_news()) == count
 
 
 def test_a_run_whose_failed_worker_comes_back_has_not_ended() -> None:
-    ledger = StepLedger(DurableRecords())
+    ledger = StepClaims(DurableRecords())
     ledger.claim(1, ClaimSteps("run", A, 20, 1))
     ledger.leave({A: "killed"})
     ledger.tick(10.0)
     ledger.claim(2, ClaimSteps("run", A, 20, 1))
     ledger.tick(20.0)
-    assert not ledger.take_news()
+    assert not ledger.progress.take_news()
 
 
 @pytest.mark.parametrize(("total", "is_over", "says"), [(4, False, True), (8, False, False), (8, True, True)])
 def test_a_trainer_repeats_its_parts_until_it_has_ended(total: int, is_over: bool, says: bool) -> None:
-    plans = TrainingPlans(DurableRecords())
-    ledger = StepLedger(DurableRecords(), plans)
+    plans = RunProgress(DurableRecords())
+    ledger = StepClaims(DurableRecords(), plans)
     before = ledger.copy()
-    plans.note(TrainingPlan("run", A, 0, total, is_over))
+    plans.note_plan(TrainingPlan("run", A, 0, total, is_over))
     for part in ("run 0-2", "run 2-4"):
         ledger.claim(1, ClaimSteps(part, A, 2, 1))
         ledger.claim(2, ClaimSteps(part, A, 2, 2, 1, done=1))
         ledger.claim(3, ClaimSteps(part, A, 2, 3, 2, done=1))
-    assert not ledger.take_news()
+    assert not ledger.progress.take_news()
     ledger.return_to(before)
     line = f"run 'run' was complete, and has 0 of {total} steps done now: run it again"
-    assert ledger.take_news() == [line] * says
+    assert ledger.progress.take_news() == [line] * says
 
 
 def test_a_run_whose_worker_waits_for_steps_goes_on_by_itself() -> None:
-    ledger = StepLedger(DurableRecords())
+    ledger = StepClaims(DurableRecords())
     before = ledger.copy()
     ledger.claim(1, ClaimSteps("run", A, 1, 1))
     ledger.hold(True)
     ledger.claim(2, ClaimSteps("run", A, 1, 2, 1, done=1))
     ledger.return_to(before)
-    assert not ledger.take_news()
+    assert not ledger.progress.take_news()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from dflow.distributed.cluster.cluster import LOCAL_JOB, Cluster
-from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store
 
@@ -33,7 +33,7 @@ class NoCalls:
 def standalone(store: Store) -> Cluster:
     """Return a cluster whose only task is this process, with a coordinator in it, and without threads and sockets."""
     network = MemoryNetwork(is_threaded=False)
-    coordinator = Coordinator(network, "", {LOCAL_JOB: 1}, tick_s=None)
+    coordinator = make_coordinator(network, "", {LOCAL_JOB: 1}, tick_s=None)
     return Cluster(
         coordinator.address,
         network,

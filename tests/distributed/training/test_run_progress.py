@@ -6,7 +6,7 @@ import pytest
 
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.training.plan_messages import TrainingPlan
-from dflow.distributed.training.training_plans import TrainingPlans
+from dflow.distributed.training.run_progress import RunProgress
 
 WORKER = "/job:worker/task:0"
 COUNTS = {"fit 0-50": (50, 50), "fit 50-100": (20, 50), "run_0": (3, 9), "fit 2": (1, 4), "other 0-50": (5, 50)}
@@ -27,9 +27,9 @@ COUNTS = {"fit 0-50": (50, 50), "fit 50-100": (20, 50), "run_0": (3, 9), "fit 2"
 )
 def test_a_part_counts_in_its_whole_run(plans: list[tuple[int, int, bool]], expected: tuple[int, int]) -> None:
     records, rows = DurableRecords(), dict[str, bytes]()
-    known = TrainingPlans(records)
+    known = RunProgress(records)
     for first, total, is_over in plans:
-        known.note(TrainingPlan("fit", WORKER, first, total, is_over))
+        known.note_plan(TrainingPlan("fit", WORKER, first, total, is_over))
     assert known.steps(COUNTS) == expected
     apply_changes(rows, records.take_changes())
-    assert TrainingPlans(DurableRecords(rows)).steps(COUNTS) == expected
+    assert RunProgress(DurableRecords(rows)).steps(COUNTS) == expected

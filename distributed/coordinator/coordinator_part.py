@@ -1,0 +1,193 @@
+"""What a part of a coordinator is: a subject's decisions, made by events that all parts hear of.
+
+Why: the coordinator knows members, places of variables and what comes of an event, and nothing of the subjects that it
+serves. A part has the handlers of its messages, and is told of members that join, leave or are heard, and of time. The
+parts of the role are listed in `roles.py`, in the order in which they hear of an event.
+
+Invariants: a part is a pure function of events, and keeps what must last in `core.records`; it may use the parts that
+are listed before it (`core.part`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from dflow.distributed.coordinator.cluster_news import ClusterNews
+from dflow.distributed.coordinator.coordinator_events import Command
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.membership import Membership, ReleaseTask
+from dflow.distributed.coordinator.variable_directory import VariableDirectory
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.roster import Heartbeat
+from dflow.tracing.errors import InternalError
+
+Kind = TypeVar("Kind", bound="CoordinatorPart")
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """Timeouts of a coordinator, in s.
+
+    `heartbeat_timeout_s`  a task without a heartbeat for this time has left; after a restart, the time to rejoin
+    `rejoin_s`             a task without a connection for this time has left
+    `holder_timeout_s`     a task that holds variables, queues or accumulators has left after this time without a
+                           heartbeat; before, it is away, and steps wait for it
+    `snapshot_every_s`     time between two snapshots of the state of all tasks; 0 for none
+    `stall_timeout_s`      a busy task that has ended no step for this time is stalled, despite its heartbeats
+    """
+
+    heartbeat_timeout_s: float = 10.0
+    rejoin_s: float = 1.0
+    holder_timeout_s: float = 60.0
+    stall_timeout_s: float = 60.0
+    snapshot_every_s: float = 0.0
+
+
+class Arrival(msgspec.Struct, frozen=True, gc=False):
+    """How a message arrived: when, over which connection, and as which request; `life` is that of its speaker."""
+
+    at_s: float
+    peer: int
+    ask: int
+    life: int
+    core: CoordinatorCore
+
+
+#: The handlers of a part's requests return the reply, or commands with its `SendReply` now or later.
+Requests = HandlerTable[Kind, Arrival, Message | Sequence[Command]]
+Notices = HandlerTable[Kind, Arrival, Sequence[Command]]
+
+
+class CoordinatorPart:
+    """A subject's part of the coordinator. Each hook does nothing unless a part defines it.
+
+    `requests`, `notices`  the handlers of its messages
+    `copied`               class of what `copy` returns; None if a snapshot has nothing of the part
+    `may_be_lost`          beginnings of the keys of its records whose newest changes may be lost: see `held_commands`
+    `tells`                messages that tell of a record, and its key
+    `moments`              moments for tests, by the class of a message or by the key of a record: see `moments.reach`
+    """
+
+    requests: ClassVar[HandlerTable[Any, Arrival, Message | Sequence[Command]]] = HandlerTable()
+    notices: ClassVar[HandlerTable[Any, Arrival, Sequence[Command]]] = HandlerTable()
+    copied: ClassVar[type[msgspec.Struct] | None] = None
+    may_be_lost: ClassVar[tuple[str, ...]] = ()
+    tells: ClassVar[Mapping[type[Message], str]] = {}
+    moments: ClassVar[Mapping[type[Message] | str, str]] = {}
+
+    @classmethod
+    def of(cls: type[Kind], core: CoordinatorCore) -> Kind:
+        """Make the part, from the records that an earlier process of the coordinator wrote."""
+        return cls()
+
+    def on_start(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """The coordinator has started."""
+        return []
+
+    def on_join(self, task: str, peer: int, is_known: bool, core: CoordinatorCore) -> Sequence[Command]:
+        """A task has joined, as the process `is_known` from before or as another one."""
+        return []
+
+    def on_heartbeat(self, heartbeat: Heartbeat, arrival: Arrival) -> Sequence[Command]:
+        """A live task has sent a heartbeat."""
+        return []
+
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Tasks have left, all at one time."""
+        return []
+
+    def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Time has passed."""
+        return []
+
+    def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """An event was handled by all parts: carry out the decisions that follow."""
+        return []
+
+    def work_of(self, task: str) -> str:
+        """Describe the work that a task has taken on and not reported; empty if there is none."""
+        return ""
+
+    def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
+        """Return its fields of a `Status`."""
+        return {}
+
+    # Snapshots.
+
+    def steps_done(self) -> int | None:
+        """Number of steps done in all runs of training; None before the first run, or if the part counts none."""
+        return None
+
+    def copy(self) -> msgspec.Struct | None:
+        """Return a copy of what returns with the tasks' state, made while no step runs."""
+        return None
+
+    def return_to(self, copy: Any) -> int:
+        """Return to a copy, of class `copied`; give the number of steps that are done again."""
+        return 0
+
+    @classmethod
+    def records_of(cls, copy: Any, before: DurableRecords) -> Iterable[tuple[str, msgspec.Struct]]:
+        """Return the records, with their keys, of a new cluster that goes on from a copy; `before` has the old ones."""
+        return ()
+
+    @classmethod
+    def inherited(cls, rows: Mapping[str, bytes], parts: Sequence[type[CoordinatorPart]]) -> Mapping[str, bytes]:
+        """Return the records of a cluster that follows one with these `rows`, all of whose processes have ended."""
+        return {}
+
+
+@dataclass
+class CoordinatorCore:
+    """What all parts of a coordinator share.
+
+    `jobs`        number of expected tasks by job
+    `is_durable`  whether all changes are written; no snapshot is committed while some are not
+    `parts`       those made so far, in their order
+    """
+
+    settings: CoordinatorSettings
+    jobs: Mapping[str, int]
+    records: DurableRecords
+    is_durable: bool = True
+    parts: list[CoordinatorPart] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.members = Membership(
+            self.records, self.jobs, settings.heartbeat_timeout_s, settings.rejoin_s, settings.holder_timeout_s
+        )
+        self.directory = VariableDirectory(self.members, self.records, has_snapshots=settings.snapshot_every_s > 0)
+        self.news = ClusterNews(self.members)
+
+    def part(self, kind: type[Kind]) -> Kind:
+        """Return the part of this class."""
+        found = next((part for part in self.parts if isinstance(part, kind)), None)
+        if found is None:
+            raise InternalError(f"a coordinator has no {kind.__name__}: list it before the part that uses it")
+        return found
+
+    def steps_done(self) -> int | None:
+        """Number of steps done in all runs of training; None before the first run."""
+        return next((done for part in self.parts if (done := part.steps_done()) is not None), None)
+
+    def copies(self) -> dict[str, bytes]:
+        """Return the copies of all parts that have one, by class, made while no step runs."""
+        made = ((type(part).__name__, part.copy()) for part in self.parts)
+        return {name: msgspec.msgpack.encode(copy) for name, copy in made if copy is not None}
+
+    def return_to(self, copies: Mapping[str, bytes]) -> int:
+        """Return all parts to their copies; give the number of steps that are done again."""
+        return sum(part.return_to(copy) for part in self.parts for copy in copies_of(type(part), copies))
+
+
+def copies_of(kind: type[CoordinatorPart], copies: Mapping[str, bytes]) -> Iterator[Any]:
+    """Yield the copy of a part, an empty one if there is none; nothing for a part that copies nothing."""
+    if kind.copied is not None:
+        encoded = copies.get(kind.__name__)
+        yield kind.copied() if encoded is None else msgspec.msgpack.decode(encoded, type=kind.copied)

@@ -1,0 +1,43 @@
+"""What each role of a cluster is made of: its parts, in the order in which they hear of an event."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from dflow.distributed.asynchronous.step_claims import StepClaims
+from dflow.distributed.collectives.process_groups import ProcessGroups
+from dflow.distributed.coordinator.barriers import Barriers
+from dflow.distributed.coordinator.coordinator import Coordinator, serve_coordinator
+from dflow.distributed.coordinator.coordinator_part import CoordinatorPart
+from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.coordinator.decisions import Decisions
+from dflow.distributed.coordinator.elections import Elections
+from dflow.distributed.coordinator.part_costs import CostTotals
+from dflow.distributed.coordinator.progress_watch import ProgressWatch
+from dflow.distributed.coordinator.traffic_totals import TrafficTotals
+from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.snapshots.step_pauses import StepPauses
+from dflow.distributed.training.run_progress import RunProgress
+from dflow.distributed.training.run_results import RunResults
+from dflow.distributed.training.step_comparisons import StepComparisons
+
+#: A pause comes before what is decided in it, and progress before the claims that it counts.
+COORDINATOR_PARTS: tuple[type[CoordinatorPart], ...] = (
+    ProgressWatch,
+    TrafficTotals,
+    CostTotals,
+    Elections,
+    Decisions,
+    Barriers,
+    StepComparisons,
+    StepPauses,
+    Recovery,
+    ProcessGroups,
+    RunResults,
+    RunProgress,
+    StepClaims,
+)
+
+make_coordinator = partial(Coordinator, parts=COORDINATOR_PARTS)
+make_coordinator_state = partial(CoordinatorState, parts=COORDINATOR_PARTS)
+run_coordinator = partial(serve_coordinator, parts=COORDINATOR_PARTS)

@@ -1,0 +1,221 @@
+"""The progress of runs of training, for people: steps and rounds done, each worker's metrics, trainers' whole runs.
+
+A trainer's run is a plan of several runs. Invariant: such a run is part of the plan whose name its own name begins
+with, and its steps count in the plan if the run begins at the plan's first step or later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from dflow.distributed.coordinator.coordinator_events import Command, Log
+from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Notices
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.training.plan_messages import TrainingPlan
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, RoundsDone, StepsDone
+from dflow.distributed.wire.messages.status import WorkerProgress
+from dflow.tracing.devices.task_name import short_task_name
+
+#: By run, the numbers of steps or rounds done and of all.
+Counts = Mapping[str, tuple[int, int]]
+_PART = re.compile(r"(.*) ([0-9]+)-[0-9]+", re.DOTALL)
+_PLAN, _PROGRESS, _NOT_FINITE, _ROUNDS = "training plan/", "progress/", "not finite/", "rounds/"
+
+
+class _Rounds(msgspec.Struct, frozen=True):
+    done: int
+    total: int
+
+
+class ProgressCopy(msgspec.Struct, frozen=True):
+    """The counts of all runs of training, and of those whose steps are rounds."""
+
+    counts: dict[str, tuple[int, int]] = {}
+    rounds: dict[str, tuple[int, int]] = {}
+
+
+class RunProgress(CoordinatorPart):
+    """The progress of one cluster's runs, kept in `records`."""
+
+    notices: ClassVar[Notices[RunProgress]] = HandlerTable()
+    copied = ProgressCopy
+    may_be_lost = (_PLAN, _PROGRESS, _NOT_FINITE, _ROUNDS)
+
+    @classmethod
+    def of(cls, core: CoordinatorCore) -> RunProgress:
+        """Make the part."""
+        return cls(core.records)
+
+    def __init__(self, records: DurableRecords) -> None:
+        self._records = records
+        self._workers = dict(records.load(_PROGRESS, WorkerProgress))
+        self._not_finite = {(one.run, one.metric): one for _, one in records.load(_NOT_FINITE, NotFinite)}
+        self._plans = dict(records.load(_PLAN, TrainingPlan))
+        #: By run whose steps are claimed, and by run of synchronous training. The second has a record only from the
+        #: snapshot that a cluster goes on from: workers report it repeatedly.
+        self._claimed: dict[str, tuple[int, int]] = {}
+        self._rounds = {name: (found.done, found.total) for name, found in records.load(_ROUNDS, _Rounds)}
+        #: Texts for the log.
+        self.news: list[str] = []
+
+    @notices.handles(RoundsDone)
+    def _note_rounds(self, report: RoundsDone, arrival: Arrival) -> Sequence[Command]:
+        self.note_rounds(report, arrival.core.part(Recovery).undone)
+        return []
+
+    @notices.handles(TrainingPlan)
+    def _note_plan(self, plan: TrainingPlan, arrival: Arrival) -> Sequence[Command]:
+        self.note_plan(plan)
+        return []
+
+    def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Log the news."""
+        return [*map(Log, self.take_news())]
+
+    def take_news(self) -> list[str]:
+        """Return the texts for the log since the last call."""
+        news, self.news = self.news, []
+        return news
+
+    def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
+        """Return the counts, and the losses that are not finite."""
+        done, total = self.steps(self.counts())
+        return {"steps_done": done, "steps_total": total, "not_finite": self.not_finite}
+
+    @property
+    def not_finite(self) -> tuple[NotFinite, ...]:
+        """The first non-finite loss of each run and name."""
+        return tuple(self._not_finite.values())
+
+    def workers(self) -> tuple[WorkerProgress, ...]:
+        """Return the progress of each task that ever reported steps, by name."""
+        return tuple(one for _, one in sorted(self._workers.items()))
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return the number of steps or rounds done, and of all, in each run of training."""
+        return self._claimed | self._rounds
+
+    def count(self, run: str, done: int, total: int) -> None:
+        """Set the counts of a run whose steps are claimed."""
+        self._claimed[run] = done, total
+
+    def note(self, report: ClaimSteps | StepsDone | RoundsDone, steps: int, dropped: int = 0) -> None:
+        """Add steps that a live worker reports as done to its progress."""
+        last = self._workers.get(report.task, WorkerProgress(report.task, 0, 0.0, {}))
+        self._workers[report.task] = now = WorkerProgress(
+            report.task,
+            last.steps + steps,
+            report.step_s or last.step_s,
+            {**last.metrics, **report.metrics},
+            last.dropped + dropped,
+        )
+        if not isinstance(report, RoundsDone):  # these come again
+            self._records.put(_PROGRESS + report.task, now)
+        self._note_not_finite(report.run, report.task, report.not_finite)
+
+    def _note_not_finite(self, run: str, task: str, found: NotFinite | None) -> None:
+        if found is None or (run, found.metric) in self._not_finite:
+            return
+        first = msgspec.structs.replace(found, run=run, task=task)
+        self._not_finite[run, found.metric] = first
+        self._records.put(f"{_NOT_FINITE}{run}/{found.metric}", first)
+        where = f"step {found.step} of run {run!r} on {short_task_name(task)}"
+        self.news.append(f"{found.metric} is {found.value} at {where}; later ones of this run are not announced")
+
+    def note_rounds(self, report: RoundsDone, undone: int) -> None:
+        """Record the progress of a run of synchronous training, as a live worker reports it.
+
+        undone  number of returns to a snapshot that undid steps; rounds from before the newest one are not counted
+        """
+        done, total = self._rounds.get(report.run, (0, 0))
+        rounds = report.rounds if report.undone == undone else 0
+        self._rounds[report.run] = max(done, rounds), max(total, report.total_rounds)
+        self.note(report, report.steps, report.dropped)
+
+    # Snapshots.
+
+    def steps_done(self) -> int | None:
+        """Number of steps done in all runs, with those before the first of a trainer's run; None before the first."""
+        counts = self.counts()
+        return self.steps(counts)[0] if counts else None
+
+    def copy(self) -> ProgressCopy:
+        """Return a copy of the counts."""
+        return ProgressCopy(self.counts(), dict(self._rounds))
+
+    @classmethod
+    def records_of(cls, copy: ProgressCopy, before: DurableRecords) -> Iterator[tuple[str, msgspec.Struct]]:
+        """Yield the records of the rounds, and of the plans that have a part among the runs.
+
+        Other plans begin where their program says. None is over: the program tells that again.
+        """
+        for name, (done, total) in copy.rounds.items():
+            yield _ROUNDS + name, _Rounds(done, total)
+        begun = {part[1] for run in copy.counts if (part := _PART.fullmatch(run)) is not None}
+        for name, plan in before.load(_PLAN, TrainingPlan):
+            if name in begun:
+                yield _PLAN + name, msgspec.structs.replace(plan, is_over=False)
+
+    def return_to(self, copy: ProgressCopy) -> int:
+        """Return to the rounds of a copy."""
+        redone = sum(done for done, _ in self._rounds.values()) - sum(done for done, _ in copy.rounds.values())
+        self._rounds = dict(copy.rounds)
+        return redone
+
+    def announce_undone(self, undone: Counts, before: Counts) -> None:
+        """Log the runs that were complete before a return, and are not any more, so that their program runs them again.
+
+        before  the counts before the return
+        """
+        for name, (done, total) in self.to_run_again(undone, before, self.counts()).items():
+            self.news.append(f"run {name!r} was complete, and has {done} of {total} steps done now: run it again")
+
+    # Plans.
+
+    def note_plan(self, plan: TrainingPlan) -> None:
+        """Record a plan. A worker that is started again tells the steps that are done by then as earlier ones."""
+        if (known := self._plans.get(plan.run)) is not None:
+            plan = msgspec.structs.replace(
+                plan, first=min(plan.first, known.first), is_over=plan.is_over or known.is_over
+            )
+        self._plans[plan.run] = plan
+        self._records.put(_PLAN + plan.run, plan)
+
+    def to_run_again(self, undone: Counts, before: Counts, counts: Counts) -> dict[str, tuple[int, int]]:
+        """Return the runs that the program must run again, with their plan in place of its parts, and their counts.
+
+        undone  runs that were complete, and are not any more
+        before  the counts when they were; a plan that was not complete goes on, and repeats its parts
+        """
+        found = {}
+        for run, count in undone.items():
+            part = _PART.fullmatch(run)
+            plan = self._plans.get(part[1]) if part is not None else None
+            if plan is None:
+                found[run] = count
+            elif plan.is_over or self._done(plan, before) >= plan.total:
+                found[plan.run] = self._done(plan, counts), plan.total
+        return found
+
+    def _done(self, plan: TrainingPlan, counts: Counts) -> int:
+        parts = ((_PART.fullmatch(run), done) for run, (done, _) in counts.items())
+        own = (done for part, done in parts if part is not None and part[1] == plan.run and int(part[2]) >= plan.first)
+        return plan.first + sum(own)
+
+    def steps(self, counts: Counts) -> tuple[int, int]:
+        """Return the numbers of steps done and of all steps, from those of each run that workers take part in."""
+        done_of, others = {name: plan.first for name, plan in self._plans.items()}, (0, 0)
+        for run, (done, total) in counts.items():
+            part = _PART.fullmatch(run)
+            if part is None or part[1] not in self._plans:
+                others = others[0] + done, others[1] + total
+            elif int(part[2]) >= self._plans[part[1]].first:
+                done_of[part[1]] += done
+        totals = [done_of[name] if plan.is_over else plan.total for name, plan in self._plans.items()]
+        return others[0] + sum(done_of.values()), others[1] + sum(totals)

@@ -1,0 +1,68 @@
+"""The results of programs: values that they report, and evaluations and checkpoints of trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from dflow.distributed.coordinator.coordinator_events import Command
+from dflow.distributed.coordinator.coordinator_part import (
+    Arrival,
+    CoordinatorCore,
+    CoordinatorPart,
+    Notices,
+    Requests,
+)
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.training.plan_messages import TrainingEvent
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.status import Report
+
+_RESULT = "result/"
+
+
+class _Result(msgspec.Struct, frozen=True):
+    value: float
+    steps: int | None = None
+
+
+class RunResults(CoordinatorPart):
+    """The results of one cluster, kept in `records`."""
+
+    requests: ClassVar[Requests[RunResults]] = HandlerTable()
+    notices: ClassVar[Notices[RunResults]] = HandlerTable()
+    may_be_lost = (_RESULT,)
+
+    @classmethod
+    def of(cls, core: CoordinatorCore) -> RunResults:
+        """Make the part."""
+        return cls(core.records)
+
+    def __init__(self, records: DurableRecords) -> None:
+        self._records, self._results = records, dict(records.load(_RESULT, _Result))
+
+    @requests.handles(Report)
+    def _report(self, report: Report, arrival: Arrival) -> Ok:
+        self._put(report.name, _Result(report.value))
+        return Ok()
+
+    @notices.handles(TrainingEvent)
+    def _note(self, told: TrainingEvent, arrival: Arrival) -> Sequence[Command]:
+        for name, value in told.metrics.items():
+            self._put(f"{told.kind}/{name}", _Result(value, told.steps))
+        arrival.core.news.add(arrival.at_s, told.kind, told.task, told.text)
+        return []
+
+    def _put(self, name: str, result: _Result) -> None:
+        self._results[name] = result
+        self._records.put(_RESULT + name, result)
+
+    def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
+        """Return the results by name."""
+        return {
+            "results": {name: result.value for name, result in self._results.items()},
+            "result_steps": {name: result.steps for name, result in self._results.items() if result.steps is not None},
+        }
