@@ -17,8 +17,8 @@ from dflow.distributed.coordinator.progress_watch import ProgressWatch
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals
 from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.step_pauses import StepPauses
+from dflow.distributed.training.reported_results import ReportedResults
 from dflow.distributed.training.run_progress import RunProgress
-from dflow.distributed.training.run_results import RunResults
 from dflow.distributed.training.step_comparisons import StepComparisons
 
 #: A pause comes before what is decided in it, and progress before the claims that it counts.
@@ -33,7 +33,7 @@ COORDINATOR_PARTS: tuple[type[CoordinatorPart], ...] = (
     StepPauses,
     Recovery,
     ProcessGroups,
-    RunResults,
+    ReportedResults,
     RunProgress,
     StepClaims,
 )

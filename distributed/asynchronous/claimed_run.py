@@ -61,7 +61,7 @@ class ClaimingWorker(msgspec.Struct, frozen=True):
         return range(self.first + self.done, self.first + self.count)
 
 
-class RunRecord(msgspec.Struct, frozen=True):
+class ClaimedRunRecord(msgspec.Struct, frozen=True):
     """A run, without its workers."""
 
     total_steps: int
@@ -274,18 +274,18 @@ class ClaimedRun:
             count = min(count, left_over - first)
         return self.pool.take(count)
 
-    def record(self, *, is_copy: bool = False) -> RunRecord:
+    def record(self, *, is_copy: bool = False) -> ClaimedRunRecord:
         """Return the run without its workers; with `is_copy`, the steps that they hold are in the pool."""
         if not is_copy:
             pool, left_over = self.pool, self.left_over
         else:
             held = (self.workers[task].held for task in self.holding)
             pool, left_over = IndexSet([*self.pool.ranges(), *held]), IndexSet()
-        return RunRecord(
+        return ClaimedRunRecord(
             self.total_steps, self.done, _pairs(pool), _pairs(left_over), sums=self.sums, is_training=self.is_training
         )
 
-    def return_to(self, copy: RunRecord) -> None:
+    def return_to(self, copy: ClaimedRunRecord) -> None:
         """Return to a copy of the run."""
         self.done, self.pool, self.left_over, self.sums = copy.done, index_set(copy.pool), IndexSet(), copy.sums
         for task, worker in list(self.workers.items()):

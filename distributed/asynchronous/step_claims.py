@@ -24,13 +24,20 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from dflow.distributed.asynchronous.claimed_run import RUN, WORKER, ClaimedRun, RunRecord, WorkerRecord, index_set
+from dflow.distributed.asynchronous.claimed_run import (
+    RUN,
+    WORKER,
+    ClaimedRun,
+    ClaimedRunRecord,
+    WorkerRecord,
+    index_set,
+)
 from dflow.distributed.coordinator.coordinator_events import Command, SendReply
 from dflow.distributed.coordinator.coordinator_part import (
-    Arrival,
     CoordinatorCore,
     CoordinatorPart,
     Notices,
+    Received,
     Requests,
 )
 from dflow.distributed.coordinator.durable_records import DurableRecords
@@ -51,7 +58,7 @@ FAILURE_S = 3.0
 class RunsCopy(msgspec.Struct, frozen=True):
     """The runs at one moment between two steps, by name; claimed steps that are not reported are unclaimed."""
 
-    runs: dict[str, RunRecord] = {}
+    runs: dict[str, ClaimedRunRecord] = {}
 
 
 class StepClaims(CoordinatorPart):
@@ -83,7 +90,7 @@ class StepClaims(CoordinatorPart):
                 sums=known.sums,
                 is_training=known.is_training,
             )
-            for name, known in records.load(RUN, RunRecord)
+            for name, known in records.load(RUN, ClaimedRunRecord)
         }
         #: By run, the number of steps done when it was last logged as abandoned.
         self._announced: dict[str, int] = {}
@@ -97,11 +104,11 @@ class StepClaims(CoordinatorPart):
             self._count(run)
 
     @requests.handles(ClaimSteps)
-    def _claim(self, claim: ClaimSteps, arrival: Arrival) -> Sequence[Command]:
-        return self.claim(arrival.ask, claim)
+    def _claim(self, claim: ClaimSteps, received: Received) -> Sequence[Command]:
+        return self.claim(received.ask, claim)
 
     @notices.handles(StepsDone)
-    def _note_done(self, report: StepsDone, arrival: Arrival) -> Sequence[Command]:
+    def _note_done(self, report: StepsDone, received: Received) -> Sequence[Command]:
         return self.note_done(report)
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
@@ -148,7 +155,7 @@ class StepClaims(CoordinatorPart):
         before, redone, undone = self.progress.counts(), 0, {}
         for name, run in self._runs.items():
             was_done, done, goes_on = run.done == run.total_steps, run.done, bool(run.waiting)
-            run.return_to(copy.runs.get(name, RunRecord(run.total_steps, 0, ((0, run.total_steps),))))
+            run.return_to(copy.runs.get(name, ClaimedRunRecord(run.total_steps, 0, ((0, run.total_steps),))))
             self._count(run)
             if run.is_training:
                 redone += done - run.done

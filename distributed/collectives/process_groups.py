@@ -37,7 +37,7 @@ from dflow.distributed.collectives.group_messages import (
 from dflow.distributed.collectives.leader_work import LeaderWorkBook
 from dflow.distributed.coordinator.barriers import Barriers
 from dflow.distributed.coordinator.coordinator_events import Command, Log, SendReply
-from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.coordinator.progress_watch import ProgressWatch
 from dflow.distributed.wire.handler_table import HandlerTable
@@ -133,20 +133,20 @@ class ProcessGroups(CoordinatorPart):
         self._groups: dict[int, _Group] = {}
 
     @requests.handles(JoinGroup)
-    def _join(self, request: JoinGroup, arrival: Arrival) -> Sequence[Command]:
-        return self.join(arrival.at_s, arrival.ask, arrival.life, request)
+    def _join(self, request: JoinGroup, received: Received) -> Sequence[Command]:
+        return self.join(received.at_s, received.ask, received.life, request)
 
     @requests.handles(Exchange)
-    def _take_word(self, request: Exchange, arrival: Arrival) -> Sequence[Command]:
-        return self.exchange(arrival.at_s, arrival.ask, arrival.life, request)
+    def _take_word(self, request: Exchange, received: Received) -> Sequence[Command]:
+        return self.exchange(received.at_s, received.ask, received.life, request)
 
     @requests.handles(AwaitLeaderWork)
-    def _await_work(self, request: AwaitLeaderWork, arrival: Arrival) -> Sequence[Command]:
-        return self.await_work(arrival.at_s, arrival.ask, arrival.life, request)
+    def _await_work(self, request: AwaitLeaderWork, received: Received) -> Sequence[Command]:
+        return self.await_work(received.at_s, received.ask, received.life, request)
 
     @requests.handles(LeaderWorks)
-    def _note_work(self, told: LeaderWorks, arrival: Arrival) -> Sequence[Command]:
-        return [*self.note_work(arrival.life, told), SendReply(arrival.ask, Ok())]
+    def _note_work(self, told: LeaderWorks, received: Received) -> Sequence[Command]:
+        return [*self.note_work(received.life, told), SendReply(received.ask, Ok())]
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
         """End the groups of tasks that have left."""

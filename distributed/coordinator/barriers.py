@@ -24,7 +24,7 @@ from typing import ClassVar
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Command, SendReply
-from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.coordinator.progress_watch import ProgressWatch
@@ -136,9 +136,9 @@ class Barriers(CoordinatorPart):
         self._forgotten = records.load_one(_FORGOTTEN, _Forgotten()).number
 
     @requests.handles(AwaitBarrier)
-    def _await(self, request: AwaitBarrier, arrival: Arrival) -> list[SendReply]:
+    def _await(self, request: AwaitBarrier, received: Received) -> list[SendReply]:
         job, _ = split_task_name(request.task)
-        return self.arrive(arrival.at_s, arrival.ask, arrival.life, request, job)
+        return self.arrive(received.at_s, received.ask, received.life, request, job)
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
         """Remove tasks that have left."""

@@ -48,7 +48,7 @@ class CoordinatorSettings:
     snapshot_every_s: float = 0.0
 
 
-class Arrival(msgspec.Struct, frozen=True, gc=False):
+class Received(msgspec.Struct, frozen=True, gc=False):
     """How a message arrived: when, over which connection, and as which request; `life` is that of its speaker."""
 
     at_s: float
@@ -59,8 +59,8 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
 
 
 #: The handlers of a part's requests return the reply, or commands with its `SendReply` now or later.
-Requests = HandlerTable[Kind, Arrival, Message | Sequence[Command]]
-Notices = HandlerTable[Kind, Arrival, Sequence[Command]]
+Requests = HandlerTable[Kind, Received, Message | Sequence[Command]]
+Notices = HandlerTable[Kind, Received, Sequence[Command]]
 
 
 class CoordinatorPart:
@@ -73,8 +73,8 @@ class CoordinatorPart:
     `moments`              moments for tests, by the class of a message or by the key of a record: see `moments.reach`
     """
 
-    requests: ClassVar[HandlerTable[Any, Arrival, Message | Sequence[Command]]] = HandlerTable()
-    notices: ClassVar[HandlerTable[Any, Arrival, Sequence[Command]]] = HandlerTable()
+    requests: ClassVar[HandlerTable[Any, Received, Message | Sequence[Command]]] = HandlerTable()
+    notices: ClassVar[HandlerTable[Any, Received, Sequence[Command]]] = HandlerTable()
     copied: ClassVar[type[msgspec.Struct] | None] = None
     may_be_lost: ClassVar[tuple[str, ...]] = ()
     tells: ClassVar[Mapping[type[Message], str]] = {}
@@ -93,7 +93,7 @@ class CoordinatorPart:
         """A task has joined, as the process `is_known` from before or as another one."""
         return []
 
-    def on_heartbeat(self, heartbeat: Heartbeat, arrival: Arrival) -> Sequence[Command]:
+    def on_heartbeat(self, heartbeat: Heartbeat, received: Received) -> Sequence[Command]:
         """A live task has sent a heartbeat."""
         return []
 

@@ -35,10 +35,10 @@ from dflow.distributed.coordinator.coordinator_events import (
     Told,
 )
 from dflow.distributed.coordinator.coordinator_part import (
-    Arrival,
     CoordinatorCore,
     CoordinatorPart,
     CoordinatorSettings,
+    Received,
 )
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes, replacing
 from dflow.distributed.coordinator.held_commands import waits
@@ -54,8 +54,8 @@ from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError, InternalError
 
 #: The handlers of the messages about members and places, called after the checks of membership and speaker.
-REQUESTS: HandlerTable[CoordinatorState, Arrival, Message | Sequence[Command]] = HandlerTable()
-NOTICES: HandlerTable[CoordinatorState, Arrival, Sequence[Command]] = HandlerTable()
+REQUESTS: HandlerTable[CoordinatorState, Received, Message | Sequence[Command]] = HandlerTable()
+NOTICES: HandlerTable[CoordinatorState, Received, Sequence[Command]] = HandlerTable()
 
 
 class CoordinatorState:
@@ -79,7 +79,7 @@ class CoordinatorState:
         self._begin(rows or {})
         #: The records, and the joins of new processes, while it is open whether the processes of before have all ended.
         self._rows = dict(rows or {})
-        self._joining: list[tuple[Join, Arrival]] = []
+        self._joining: list[tuple[Join, Received]] = []
         self._is_open = self._settings.snapshot_every_s > 0 and bool(self._core.members.connections())
         self._started = Started(0.0, "")
 
@@ -133,12 +133,12 @@ class CoordinatorState:
                 self._started = event
                 return self._start(event)
             case Asked(at_s, peer, ask, message):
-                return self._asked(message, Arrival(at_s, peer, ask, self._life(message), self._core))
+                return self._asked(message, Received(at_s, peer, ask, self._life(message), self._core))
             case Told(at_s, peer, message):
                 handle = self._notices.get(type(message))
                 if handle is None or self._refusal(peer, message):
                     return []
-                return [*handle(message, Arrival(at_s, peer, 0, self._life(message), self._core))]
+                return [*handle(message, Received(at_s, peer, 0, self._life(message), self._core))]
             case PeerClosed(at_s, peer, reason):
                 self._joining = [one for one in self._joining if one[1].peer != peer]
                 self._members.lose(at_s, peer, reason)
@@ -171,25 +171,25 @@ class CoordinatorState:
         commands = [Log(text), *self._start(Started(at_s, self._started.cluster))]
         return [*commands, *self._join_again(joining)]
 
-    def _take_joining(self) -> list[tuple[Join, Arrival]]:
+    def _take_joining(self) -> list[tuple[Join, Received]]:
         self._is_open, self._rows = False, {}
         joining, self._joining = self._joining, []
         return joining
 
-    def _join_again(self, joining: Sequence[tuple[Join, Arrival]]) -> list[Command]:
-        waited = ((join, msgspec.structs.replace(arrival, core=self._core)) for join, arrival in joining)
-        return [command for join, arrival in waited for command in self._asked(join, arrival)]
+    def _join_again(self, joining: Sequence[tuple[Join, Received]]) -> list[Command]:
+        waited = ((join, msgspec.structs.replace(received, core=self._core)) for join, received in joining)
+        return [command for join, received in waited for command in self._asked(join, received)]
 
-    def _asked(self, message: Message, arrival: Arrival) -> list[Command]:
+    def _asked(self, message: Message, received: Received) -> list[Command]:
         what = type(message).__name__
         handle = self._requests.get(type(message))
         if handle is None:
-            return [SendReply(arrival.ask, Failure("RemoteError", f"the coordinator answers no {what}; ask a task"))]
-        refusal = self._refusal(arrival.peer, message)
+            return [SendReply(received.ask, Failure("RemoteError", f"the coordinator answers no {what}; ask a task"))]
+        refusal = self._refusal(received.peer, message)
         if refusal:
-            return [SendReply(arrival.ask, Failure("TaskLost", f"{what} {refusal}; join first"))]
-        decided = handle(message, arrival)
-        return [SendReply(arrival.ask, decided)] if isinstance(decided, Message) else [*decided]
+            return [SendReply(received.ask, Failure("TaskLost", f"{what} {refusal}; join first"))]
+        decided = handle(message, received)
+        return [SendReply(received.ask, decided)] if isinstance(decided, Message) else [*decided]
 
     def _refusal(self, peer: int, message: Message) -> str:
         """Why the message is not taken over this connection; empty when it is."""
@@ -223,48 +223,48 @@ class CoordinatorState:
     # Requests.
 
     @REQUESTS.handles(PlaceVariable)
-    def _place(self, request: PlaceVariable, arrival: Arrival) -> Placed | Failure:
+    def _place(self, request: PlaceVariable, received: Received) -> Placed | Failure:
         return self._directory.place(request)
 
     @REQUESTS.handles(PlaceVariables)
-    def _place_all(self, request: PlaceVariables, arrival: Arrival) -> PlacedAll:
+    def _place_all(self, request: PlaceVariables, received: Received) -> PlacedAll:
         return PlacedAll(tuple(map(self._directory.place, request.requests)))
 
     @REQUESTS.handles(Unplace)
-    def _unplace(self, request: Unplace, arrival: Arrival) -> Ok:
+    def _unplace(self, request: Unplace, received: Received) -> Ok:
         self._directory.give_up(request.name)
         return Ok()
 
     @REQUESTS.handles(Leave)
-    def _leave(self, request: Leave, arrival: Arrival) -> list[Command]:
-        return [*self._note_leave(request, arrival), SendReply(arrival.ask, Ok())]
+    def _leave(self, request: Leave, received: Received) -> list[Command]:
+        return [*self._note_leave(request, received), SendReply(received.ask, Ok())]
 
     @REQUESTS.handles(Join)
-    def _join(self, join: Join, arrival: Arrival) -> Failure | list[Command]:
+    def _join(self, join: Join, received: Received) -> Failure | list[Command]:
         try:
             split_task_name(join.task)
         except DeviceError as error:
             return Failure("DeviceError", str(error))
         is_known = bool(join.cluster) and join.cluster == self._members.identity.cluster
         if is_known and (missing := self._marks.missing(join.mark)):
-            return self._refuse_newer(arrival, join, missing)
+            return self._refuse_newer(received, join, missing)
         if self._is_open and not is_known:
-            self._joining.append((join, arrival))
+            self._joining.append((join, received))
             return []
-        return [*self._take_in(join, arrival, is_known), *self._join_again(self._take_joining())]
+        return [*self._take_in(join, received, is_known), *self._join_again(self._take_joining())]
 
-    def _take_in(self, join: Join, arrival: Arrival, is_known: bool) -> list[Command]:
-        decided = self._members.join(arrival.at_s, arrival.peer, join)
+    def _take_in(self, join: Join, received: Received, is_known: bool) -> list[Command]:
+        decided = self._members.join(received.at_s, received.peer, join)
         if isinstance(decided, Failure):
-            return [SendReply(arrival.ask, decided)]
+            return [SendReply(received.ask, decided)]
         self._directory.joined(join.task)
         change = self._members.changes_since(join.since) if is_known and join.since else None
-        commands = [SendReply(arrival.ask, change or self._members.roster()), *self._follow(arrival.at_s, decided)]
+        commands = [SendReply(received.ask, change or self._members.roster()), *self._follow(received.at_s, decided)]
         for part in self._core.parts:
-            commands += part.on_join(join.task, arrival.peer, is_known, self._core)
+            commands += part.on_join(join.task, received.peer, is_known, self._core)
         return commands
 
-    def _refuse_newer(self, arrival: Arrival, join: Join, missing: str) -> list[Command]:
+    def _refuse_newer(self, received: Received, join: Join, missing: str) -> list[Command]:
         """Refuse a task that has seen newer state than this coordinator has; log it once."""
         text = (
             f"the coordinator's state is older than what {short_task_name(join.task)} has seen of it: {missing}; the "
@@ -272,20 +272,20 @@ class CoordinatorState:
         )
         commands: list[Command] = [] if self._has_lost_state else [Log(text)]
         self._has_lost_state = True
-        return [*commands, SendReply(arrival.ask, Failure("RemoteError", text))]
+        return [*commands, SendReply(received.ask, Failure("RemoteError", text))]
 
     # Notices.
 
     @NOTICES.handles(Heartbeat)
-    def _hear(self, heartbeat: Heartbeat, arrival: Arrival) -> list[Command]:
-        commands: list[Command] = [*self._members.hear(arrival.at_s, heartbeat.task)]
+    def _hear(self, heartbeat: Heartbeat, received: Received) -> list[Command]:
+        commands: list[Command] = [*self._members.hear(received.at_s, heartbeat.task)]
         for part in self._core.parts:
-            commands += part.on_heartbeat(heartbeat, arrival)
+            commands += part.on_heartbeat(heartbeat, received)
         return commands
 
     @NOTICES.handles(Leave)
-    def _note_leave(self, leave: Leave, arrival: Arrival) -> list[Command]:
-        return self._follow(arrival.at_s, self._members.leave(arrival.at_s, leave.task, leave.reason))
+    def _note_leave(self, leave: Leave, received: Received) -> list[Command]:
+        return self._follow(received.at_s, self._members.leave(received.at_s, leave.task, leave.reason))
 
     def _follow(self, at_s: float, decided: Sequence[MembershipCommand]) -> list[Command]:
         """Tell the parts who has left, and return the commands.
@@ -299,11 +299,11 @@ class CoordinatorState:
         return commands
 
 
-REQUESTS.handles(GetStatus)(lambda state, request, arrival: state.status(arrival.at_s))
-REQUESTS.handles(GetEvents)(lambda state, request, arrival: state._core.news.since(request))
+REQUESTS.handles(GetStatus)(lambda state, request, received: state.status(received.at_s))
+REQUESTS.handles(GetEvents)(lambda state, request, received: state._core.news.since(request))
 
 
-def _bound(*tables: tuple[HandlerTable[Any, Arrival, Any], object]) -> dict[type[Message], Callable[..., Any]]:
+def _bound(*tables: tuple[HandlerTable[Any, Received, Any], object]) -> dict[type[Message], Callable[..., Any]]:
     """Return the handlers of all tables by class of message, each with the object that it is of."""
     found: dict[type[Message], Callable[..., Any]] = {}
     for table, role in tables:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.coordination import Decided, DecideOnce
@@ -43,5 +43,5 @@ class Decisions(CoordinatorPart):
         return self._values.get(what)
 
     @requests.handles(DecideOnce)
-    def _decide(self, request: DecideOnce, arrival: Arrival) -> Decided:
+    def _decide(self, request: DecideOnce, received: Received) -> Decided:
         return Decided(self.decide(request.what, request.value))

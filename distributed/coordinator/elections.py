@@ -14,7 +14,7 @@ from typing import ClassVar
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Command
-from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import NORMAL_ENDS, ReleaseTask
 from dflow.distributed.wire.handler_table import HandlerTable
@@ -51,8 +51,8 @@ class Elections(CoordinatorPart):
         return (office.task, office.life) == (task, life)
 
     @requests.handles(ElectOnce)
-    def _elect(self, request: ElectOnce, arrival: Arrival) -> Elected:
-        return Elected(self.elect(request.what, request.task, arrival.life))
+    def _elect(self, request: ElectOnce, received: Received) -> Elected:
+        return Elected(self.elect(request.what, request.task, received.life))
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """Void the elections of tasks that have failed."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflow.distributed.coordinator.coordinator_events import Command
-from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received
 from dflow.distributed.wire.messages.roster import Heartbeat
 from dflow.distributed.wire.messages.status import PartCosts
 
@@ -23,9 +23,9 @@ class CostTotals(CoordinatorPart):
         #: For each task, its life, its first heartbeat with a part, and the newest one.
         self._heard: dict[str, tuple[int, Heartbeat, Heartbeat]] = {}
 
-    def on_heartbeat(self, heartbeat: Heartbeat, arrival: Arrival) -> Sequence[Command]:
+    def on_heartbeat(self, heartbeat: Heartbeat, received: Received) -> Sequence[Command]:
         """Take the totals of a task."""
-        self.report(arrival.life, heartbeat)
+        self.report(received.life, heartbeat)
         return []
 
     def status(self, core: CoordinatorCore) -> dict[str, Any]:

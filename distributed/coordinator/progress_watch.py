@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log
 from dflow.distributed.coordinator.coordinator_part import (
-    Arrival,
     CoordinatorCore,
     CoordinatorPart,
     Notices,
+    Received,
     Requests,
 )
 from dflow.distributed.coordinator.membership import Membership, ReleaseTask
@@ -56,20 +56,20 @@ class ProgressWatch(CoordinatorPart):
         return {"health": tuple(health for _, health in sorted(self.health.items()))}
 
     @requests.handles(GetHealth)
-    def _get_health(self, request: GetHealth, arrival: Arrival) -> Health:
-        return self._health_of(request.task, arrival.at_s, arrival.core.members)
+    def _get_health(self, request: GetHealth, received: Received) -> Health:
+        return self._health_of(request.task, received.at_s, received.core.members)
 
     @notices.handles(DumpEvents)
-    def _pass_on_dump(self, message: DumpEvents, arrival: Arrival) -> list[Command]:
+    def _pass_on_dump(self, message: DumpEvents, received: Received) -> list[Command]:
         # Tools may send it to tasks; here it is taken from the task that it names.
-        members = arrival.core.members
-        is_its_own = members.is_live(message.task, arrival.peer)
-        return self._ask_for_dumps(arrival.at_s, message.why, members, arrival.peer) if is_its_own else []
+        members = received.core.members
+        is_its_own = members.is_live(message.task, received.peer)
+        return self._ask_for_dumps(received.at_s, message.why, members, received.peer) if is_its_own else []
 
-    def on_heartbeat(self, heartbeat: Heartbeat, arrival: Arrival) -> list[Command]:
+    def on_heartbeat(self, heartbeat: Heartbeat, received: Received) -> list[Command]:
         """Apply a heartbeat, and log the end of a stall."""
-        is_busy = bool(heartbeat.doing) or any(part.work_of(heartbeat.task) for part in arrival.core.parts)
-        stall_s = self.hear(arrival.life, arrival.at_s, heartbeat, is_busy)
+        is_busy = bool(heartbeat.doing) or any(part.work_of(heartbeat.task) for part in received.core.parts)
+        stall_s = self.hear(received.life, received.at_s, heartbeat, is_busy)
         return [] if stall_s is None else [Log(f"{short_task_name(heartbeat.task)} goes on after {stall_s:.1f} s")]
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dflow.distributed.coordinator.coordinator_events import Command
-from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat
 
@@ -29,9 +29,9 @@ class TrafficTotals(CoordinatorPart):
         self._newest: dict[int, tuple[EdgeTraffic, ...]] = {}
         self._kept: tuple[EdgeTraffic, ...] = ()
 
-    def on_heartbeat(self, heartbeat: Heartbeat, arrival: Arrival) -> Sequence[Command]:
+    def on_heartbeat(self, heartbeat: Heartbeat, received: Received) -> Sequence[Command]:
         """Take the totals of a task."""
-        self.report(arrival.life, heartbeat.traffic)
+        self.report(received.life, heartbeat.traffic)
         return []
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:

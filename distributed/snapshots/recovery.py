@@ -26,10 +26,10 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log, SendReply
 from dflow.distributed.coordinator.coordinator_part import (
-    Arrival,
     CoordinatorCore,
     CoordinatorPart,
     Notices,
+    Received,
     Requests,
 )
 from dflow.distributed.coordinator.membership import ReleaseTask
@@ -42,6 +42,7 @@ from dflow.distributed.snapshots.recovery_waits import (
     RETURN_S,
     UNWRITTEN,
     RecoveryWaits,
+    UnsavedChanges,
 )
 from dflow.distributed.snapshots.resumption import (
     BEGINNING,
@@ -120,8 +121,8 @@ class Recovery(CoordinatorPart):
         self._unexpected: tuple[str, ...] = ()
         #: Requests that wait for recovery.
         self._waits = RecoveryWaits()
-        #: Requests that wait for a snapshot with a change of state: the number of the change, and the end of the wait.
-        self._unsaved: dict[int, tuple[int, float]] = {}
+        #: Requests that wait for a snapshot with a change of state.
+        self._unsaved = UnsavedChanges()
 
     @property
     def _is_returning(self) -> bool:
@@ -138,32 +139,6 @@ class Recovery(CoordinatorPart):
         return self._counted.undone
 
     # Events.
-
-    @requests.handles(AwaitRecovery)
-    def _await(self, request: AwaitRecovery, arrival: Arrival) -> list[Command]:
-        return self.await_recovery(arrival.ask, request)
-
-    @requests.handles(AnnounceLeave)
-    def _announce(self, request: AnnounceLeave, arrival: Arrival) -> list[Command]:
-        return self.announce_leave(request.task, arrival.ask)
-
-    @requests.handles(SaveChanges)
-    def _save_changes(self, request: SaveChanges, arrival: Arrival) -> Sequence[Command]:
-        self.changed(arrival.ask, arrival.at_s + request.wait_s)
-        return []
-
-    @notices.handles(StateCaptured)
-    def _captured(self, report: StateCaptured, arrival: Arrival) -> Sequence[Command]:
-        self.captured(report)
-        return []
-
-    @notices.handles(StateWritten)
-    def _written(self, report: StateWritten, arrival: Arrival) -> list[Command]:
-        return self.written(report)
-
-    @notices.handles(StateLoaded)
-    def _loaded(self, report: StateLoaded, arrival: Arrival) -> list[Command]:
-        return self.loaded(report)
 
     @classmethod
     def inherited(cls, rows: Mapping[str, bytes], parts: Sequence[type[CoordinatorPart]]) -> Mapping[str, bytes]:
@@ -183,28 +158,12 @@ class Recovery(CoordinatorPart):
         made = f"made {age_s:.0f} s before the last record of that cluster, with {done} steps done"
         return [Log(f"resuming snapshot {number}, {made}; {where} load it when all have joined")]
 
-    def on_join(self, task: str, peer: int, is_known: bool, core: CoordinatorCore) -> list[Command]:
-        """Have a task load the snapshot again that tasks return to."""
-        return self.joined(task, is_known=is_known)
-
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Give up the snapshot that a task has left."""
-        return [command for one in left for command in self.left(one.task)]
-
-    def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Begin a snapshot if it is time; end one, or a return, that takes too long."""
-        return self.tick(at_s)
-
-    def after_event(self, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Use the pause that is reached, and begin the next one."""
-        return [*self.go_on(at_s), *self._pauses.after_event(at_s, core)]
-
     def status(self, core: CoordinatorCore) -> Mapping[str, SnapshotSize | None]:
         """Return the size of the newest snapshot."""
         return {"snapshot": self.size}
 
-    def tick(self, at_s: float) -> list[Command]:
-        """Begin a snapshot if it is time; end one, or a return, that takes too long. `go_on` must follow."""
+    def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+        """Begin a snapshot if it is time; end one, or a return, that takes too long."""
         if self._return is not None and (late := self._return.late(at_s)):
             return self._give_up(late)
         if late := self._late(at_s):
@@ -241,18 +200,24 @@ class Recovery(CoordinatorPart):
             return overdue(self._leaving, "announced to leave, and did not come back within", RETURN_S)
         return ""
 
-    def changed(self, ask: int, until_s: float) -> None:
-        """Answer when a snapshot has a change that no step makes again, or at `until_s`. `go_on` must follow."""
+    @requests.handles(SaveChanges)
+    def _save_changes(self, request: SaveChanges, received: Received) -> Sequence[Command]:
+        """Answer when a snapshot has a change that no step makes again, or when the time of the request is over."""
         self._schedule.changes += 1
-        self._unsaved[ask] = self._schedule.changes, until_s
+        self._unsaved.add(received.ask, self._schedule.changes, received.at_s + request.wait_s)
+        return []
 
-    def captured(self, report: StateCaptured) -> None:
-        """A task has captured its part. `go_on` must follow."""
+    @notices.handles(StateCaptured)
+    def _captured(self, report: StateCaptured, received: Received) -> Sequence[Command]:
         if self._attempt is not None:
             self._attempt.captured(report)
+        return []
 
-    def written(self, report: StateWritten) -> list[Command]:
-        """A task has written its part, or failed. `go_on` must follow."""
+    @notices.handles(StateWritten)
+    def _written(self, report: StateWritten, received: Received) -> Sequence[Command]:
+        return self._take_written(report)
+
+    def _take_written(self, report: StateWritten) -> Sequence[Command]:
         if self._attempt is None or report.number != self._attempt.snapshot.number:
             return []
         if report.failure:
@@ -260,8 +225,8 @@ class Recovery(CoordinatorPart):
         self._attempt.written(report)
         return []
 
-    def loaded(self, report: StateLoaded) -> list[Command]:
-        """A task has loaded the snapshot, or failed. `go_on` must follow."""
+    @notices.handles(StateLoaded)
+    def _loaded(self, report: StateLoaded, received: Received) -> Sequence[Command]:
         if self._return is None or not self._return.expects(report):
             return []
         if report.failure:
@@ -274,8 +239,8 @@ class Recovery(CoordinatorPart):
         self._return, self._hopeless = None, why
         return [Log(why), *self._release()]
 
-    def joined(self, task: str, *, is_known: bool) -> list[Command]:
-        """A task has joined, as the process `is_known` from before or as another one. `go_on` must follow."""
+    def on_join(self, task: str, peer: int, is_known: bool, core: CoordinatorCore) -> list[Command]:
+        """Have a task that joins during a return load the snapshot too."""
         self._hopeless = ""
         self._is_broken = self._is_broken or is_known
         if self._return is not None and self._return.repeat(task):
@@ -286,8 +251,11 @@ class Recovery(CoordinatorPart):
             return self._load([task])
         return self._left_or_replaced(task, is_known=is_known)
 
-    def left(self, task: str) -> list[Command]:
-        """A task has left. `go_on` must follow."""
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
+        """End what tasks that have left took part in."""
+        return [command for one in left for command in self._left(one.task)]
+
+    def _left(self, task: str) -> list[Command]:
         if self._holding_s is None:
             self._leaving.pop(task, None)
         if self._return is not None:
@@ -302,16 +270,19 @@ class Recovery(CoordinatorPart):
             return self._abandon(f"{short_task_name(task)} has left or joined again")
         return []
 
-    def await_recovery(self, ask: int, request: AwaitRecovery) -> list[Command]:
-        """Answer when no state is lost. `go_on` must follow."""
+    @requests.handles(AwaitRecovery)
+    def _await(self, request: AwaitRecovery, received: Received) -> Sequence[Command]:
+        """Answer when no state is lost."""
         is_restored = self._is_returning or (self._directory.lost() and not self._why_not())
         if request.is_joining and not is_restored and not self._counted.is_resuming:
-            return [SendReply(ask, self._recovered())]
-        self._waits.add(ask)
+            return [SendReply(received.ask, self._recovered())]
+        self._waits.add(received.ask)
         return []
 
-    def announce_leave(self, task: str, ask: int) -> list[Command]:
-        """Answer when a snapshot has all state of a task that is going to leave. `go_on` must follow."""
+    @requests.handles(AnnounceLeave)
+    def _announce_leave(self, request: AnnounceLeave, received: Received) -> Sequence[Command]:
+        """Answer when a snapshot has all state of a task that is going to leave."""
+        task, ask = request.task, received.ask
         is_held = self._holding_s is not None
         if task not in self._directory.holders() or self._is_returning or is_held:
             # Nothing has changed since the last snapshot, or what has is undone by the return.
@@ -328,11 +299,13 @@ class Recovery(CoordinatorPart):
 
     # Decisions.
 
-    def go_on(self, at_s: float) -> list[Command]:
-        """Carry out the decisions that follow from an event."""
-        commands = [*self._snapshot_on(at_s), *self._return_on(at_s), *self._answered(at_s), *self._saved(at_s)]
+    def after_event(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+        """Use the pause that is reached, and begin the next one."""
+        commands = [*self._snapshot_on(at_s), *self._return_on(at_s), *self._answered(at_s)]
+        saved = self._schedule.saved_changes if self._schedule.every_s else self._schedule.changes
+        commands += self._unsaved.settle(at_s, saved)
         self._schedule.go_on(at_s)
-        return commands
+        return [*commands, *self._pauses.after_event(at_s, core)]
 
     def _snapshot_on(self, at_s: float) -> list[Command]:
         """Go on with the snapshot that is being made, as far as it goes."""
@@ -431,7 +404,7 @@ class Recovery(CoordinatorPart):
                 self._pauses.ask(_RETURN, is_urgent=True)
             elif self._schedule.every_s:
                 why = f"{', '.join(lost[:MOST_NAMED])} cannot be restored: {self._hopeless}"
-                commands = [Log(why), *self._refuse_unsaved(why)]
+                commands = [Log(why), *self._unsaved.refuse(why)]
                 commands += self._release() if is_held else []
         if not lost and not self._is_returning:
             self._hopeless = ""
@@ -478,7 +451,7 @@ class Recovery(CoordinatorPart):
         made = f"; {len(unsaved)} variables and queues made since are made again" if unsaved else ""
         return [
             Log(f"{what}; {max(0, redone)} steps are done again{made}", "returned"),
-            *self._refuse_unsaved(f"{what}, which was made before it"),
+            *self._unsaved.refuse(f"{what}, which was made before it"),
             Broadcast(_peers(live.values()), StateRestored(self._counted.epoch, self._counted.undone)),
             *self._release(),
         ]
@@ -527,22 +500,6 @@ class Recovery(CoordinatorPart):
         if self._holding_s is not None or self._is_returning or self._directory.lost():
             return []
         return self._waits.settle(self._recovered())
-
-    def _saved(self, at_s: float) -> list[Command]:
-        """Answer the requests that wait for a snapshot, if it is complete or their time is over."""
-        known = self._schedule.saved_changes if self._schedule.every_s else self._schedule.changes
-        answers = {
-            ask: number <= known
-            for ask, (number, until_s) in self._unsaved.items()
-            if number <= known or at_s >= until_s
-        }
-        self._unsaved = {ask: one for ask, one in self._unsaved.items() if ask not in answers}
-        return [SendReply(ask, Saved(is_saved)) for ask, is_saved in answers.items()]
-
-    def _refuse_unsaved(self, why: str) -> list[Command]:
-        """Answer the requests that wait for a snapshot with a change of state, which is lost."""
-        asks, self._unsaved = [*self._unsaved], {}
-        return [SendReply(ask, Failure("TaskLost", f"the change of state is lost: {why}")) for ask in asks]
 
     def _recovered(self) -> Recovered:
         return Recovered(self._counted.epoch, self._counted.undone)

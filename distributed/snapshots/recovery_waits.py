@@ -12,7 +12,7 @@ from dflow.distributed.coordinator.coordinator_events import Command, Log, SendR
 from dflow.distributed.snapshots.return_attempt import LOAD_S
 from dflow.distributed.snapshots.snapshot_attempt import overdue
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.snapshots import Recovered
+from dflow.distributed.wire.messages.snapshots import Recovered, Saved
 
 #: Longest wait for the process of a task that held state to be started again, and for the steps that run, in s.
 RETURN_S = 300.0
@@ -64,3 +64,28 @@ class RecoveryWaits:
         if waited_s >= RETURN_S:
             commands += self.settle(Failure("TaskLost", overdue(tasks, what, RETURN_S)))
         return commands
+
+
+class UnsavedChanges:
+    """The requests that wait for a snapshot with a change of state, which no step makes again."""
+
+    def __init__(self) -> None:
+        #: By request, the number of the change, and the end of the wait.
+        self._asks: dict[int, tuple[int, float]] = {}
+
+    def add(self, ask: int, number: int, until_s: float) -> None:
+        """Keep a request until the change is saved, or until `until_s`."""
+        self._asks[ask] = number, until_s
+
+    def settle(self, at_s: float, saved: int) -> list[Command]:
+        """Answer the requests whose changes are saved, those up to number `saved`, or whose time is over."""
+        over = {
+            ask: number <= saved for ask, (number, until_s) in self._asks.items() if number <= saved or at_s >= until_s
+        }
+        self._asks = {ask: one for ask, one in self._asks.items() if ask not in over}
+        return [SendReply(ask, Saved(is_saved)) for ask, is_saved in over.items()]
+
+    def refuse(self, why: str) -> list[Command]:
+        """Answer all requests: their changes are lost."""
+        asks, self._asks = self._asks, {}
+        return [SendReply(ask, Failure("TaskLost", f"the change of state is lost: {why}")) for ask in asks]

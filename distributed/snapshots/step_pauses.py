@@ -18,10 +18,10 @@ from typing import ClassVar
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
 from dflow.distributed.coordinator.coordinator_part import (
-    Arrival,
     CoordinatorCore,
     CoordinatorPart,
     Notices,
+    Received,
     Requests,
 )
 from dflow.distributed.coordinator.membership import ReleaseTask
@@ -57,17 +57,17 @@ class StepPauses(CoordinatorPart):
         self.is_on = self._is_reached = self._is_broken = False
 
     @requests.handles(PauseSteps)
-    def _pause(self, request: PauseSteps, arrival: Arrival) -> Sequence[Command]:
-        return self.ask(request.task, arrival.ask)
+    def _pause(self, request: PauseSteps, received: Received) -> Sequence[Command]:
+        return self.ask(request.task, received.ask)
 
     @requests.handles(ResumeSteps)
-    def _resume(self, request: ResumeSteps, arrival: Arrival) -> Sequence[Command]:
-        live = arrival.core.members.connections()
+    def _resume(self, request: ResumeSteps, received: Received) -> Sequence[Command]:
+        live = received.core.members.connections()
         were_paused, commands = self.resume(request.task, request.number, live)
-        return [*commands, SendReply(arrival.ask, StepsResumed(were_paused))]
+        return [*commands, SendReply(received.ask, StepsResumed(were_paused))]
 
     @notices.handles(StepsHeld)
-    def _held(self, report: StepsHeld, arrival: Arrival) -> Sequence[Command]:
+    def _held(self, report: StepsHeld, received: Received) -> Sequence[Command]:
         self.held(report.task, report.number)
         return []
 

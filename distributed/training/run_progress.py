@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Command, Log
-from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Notices
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.training.plan_messages import TrainingPlan
@@ -65,12 +65,12 @@ class RunProgress(CoordinatorPart):
         self.news: list[str] = []
 
     @notices.handles(RoundsDone)
-    def _note_rounds(self, report: RoundsDone, arrival: Arrival) -> Sequence[Command]:
-        self.note_rounds(report, arrival.core.part(Recovery).undone)
+    def _note_rounds(self, report: RoundsDone, received: Received) -> Sequence[Command]:
+        self.note_rounds(report, received.core.part(Recovery).undone)
         return []
 
     @notices.handles(TrainingPlan)
-    def _note_plan(self, plan: TrainingPlan, arrival: Arrival) -> Sequence[Command]:
+    def _note_plan(self, plan: TrainingPlan, received: Received) -> Sequence[Command]:
         self.note_plan(plan)
         return []
 

@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import ClassVar
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
-from dflow.distributed.coordinator.coordinator_part import Arrival, CoordinatorCore, CoordinatorPart, Requests
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
 from dflow.distributed.coordinator.membership import NORMAL_ENDS, ReleaseTask
 from dflow.distributed.training.comparison_messages import CompareStep, RunRefused, StepCompared
 from dflow.distributed.wire.handler_table import HandlerTable
@@ -61,8 +61,8 @@ class StepComparisons(CoordinatorPart):
         self._runs: dict[str, _Run] = {}
 
     @requests.handles(CompareStep)
-    def _compare(self, request: CompareStep, arrival: Arrival) -> Sequence[Command]:
-        return self.compare(arrival.ask, request, arrival.core.members.live_peers())
+    def _compare(self, request: CompareStep, received: Received) -> Sequence[Command]:
+        return self.compare(received.ask, request, received.core.members.live_peers())
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """Forget what tasks have given that failed."""

@@ -159,7 +159,7 @@ SNAPSHOT_MUTATIONS = (
     _planted("a snapshot has a later ledger", _RECOVERY, "_snapshot_on", _ledger_of_the_commit, "one moment"),
     _planted("one task alone returns", _RECOVERY, "_load", _only_the_first, "one moment", _DIES),
     _planted("a snapshot that is not committed is loaded", _RECOVERY, "_load", _the_newest, "none lost", _FULL),
-    _planted("a part that failed counts as written", _RECOVERY, "written", _successful, "one moment", _FULL),
+    _planted("a part that failed counts as written", _RECOVERY, "_take_written", _successful, "one moment", _FULL),
     _planted("a task returns once only", _PARTS, "_load", _always_the_first, "one moment", _TWICE),
     _planted("a task returns before others have read", _RECOVERY, "_load", _without_reading, "all read"),
     _planted("state made since is not freed", _PARTS, "_load", _none_freed, "one moment", _EARLY),

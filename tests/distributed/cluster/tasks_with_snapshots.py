@@ -12,7 +12,8 @@ from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.roles import COORDINATOR_PARTS, make_coordinator
+from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.resumption import newest_snapshot, resumed
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.state_backends import LOCAL
@@ -59,21 +60,21 @@ class Tasks:
     def ended_here(self) -> dict[str, bytes]:
         """The records of the next launch, if all processes ended now."""
         rows = self._store.load()
-        return resumed(rows, newest_snapshot(rows))
+        return resumed(rows, newest_snapshot(rows), COORDINATOR_PARTS)
 
     def await_snapshot(self, steps: int) -> None:
         """Wait for a committed snapshot with at least `steps` steps, or rounds, that are reported as done."""
-        recovery = self.coordinator._state._recovery
+        recovery = self.coordinator._state.part(Recovery)
 
         def is_there() -> bool:
             known = recovery._committed
-            return known.number > 0 and known.ledger.steps_done >= steps
+            return known.number > 0 and (known.steps_done or 0) >= steps
 
         until(is_there)
 
     def await_new_snapshot(self, change: Callable[[], object] = lambda: None) -> None:
         """Wait for a committed snapshot that is begun from now on, after a `change` that asks for one."""
-        recovery = self.coordinator._state._recovery
+        recovery = self.coordinator._state.part(Recovery)
         newest = recovery._counted.number
         change()
         until(lambda: recovery._committed.number > newest)

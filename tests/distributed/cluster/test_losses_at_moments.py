@@ -16,6 +16,7 @@ import pytest
 
 import dflow
 from dflow.distributed import Async, Sync
+from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.snapshot_schedule import SnapshotSchedule
 from dflow.distributed.steps.step_gate import is_in_step
 from dflow.tracing import moments
@@ -59,7 +60,7 @@ class Loss:
             threading.Thread(target=self._start_again).start()
 
     def _start_again(self) -> None:
-        until(lambda: bool(self._tasks.coordinator._state._recovery._waits._asks))
+        until(lambda: bool(self._tasks.coordinator._state.part(Recovery)._waits._asks))
         self._tasks.ps[self._index] = self._tasks.start(self._index)
 
     def check(self) -> None:
@@ -240,7 +241,7 @@ def test_a_wait_for_a_return_does_not_keep_a_step_of_another_thread_from_ending(
         variable = dflow.Variable(1.0, name="late")
         with tasks.worker.server.gate.step(DEADLINE_S):
             reading = pool.submit(variable.read)
-            until(lambda: bool(tasks.coordinator._state._recovery._waits._asks))
+            until(lambda: bool(tasks.coordinator._state.part(Recovery)._waits._asks))
             with pytest.raises(dflow.TaskLost):
                 variable.read()
         assert float(reading.result(DEADLINE_S)) == 1.0

@@ -9,10 +9,10 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Command
 from dflow.distributed.coordinator.coordinator_part import (
-    Arrival,
     CoordinatorCore,
     CoordinatorPart,
     Notices,
+    Received,
     Requests,
 )
 from dflow.distributed.coordinator.durable_records import DurableRecords
@@ -29,15 +29,15 @@ class _Result(msgspec.Struct, frozen=True):
     steps: int | None = None
 
 
-class RunResults(CoordinatorPart):
+class ReportedResults(CoordinatorPart):
     """The results of one cluster, kept in `records`."""
 
-    requests: ClassVar[Requests[RunResults]] = HandlerTable()
-    notices: ClassVar[Notices[RunResults]] = HandlerTable()
+    requests: ClassVar[Requests[ReportedResults]] = HandlerTable()
+    notices: ClassVar[Notices[ReportedResults]] = HandlerTable()
     may_be_lost = (_RESULT,)
 
     @classmethod
-    def of(cls, core: CoordinatorCore) -> RunResults:
+    def of(cls, core: CoordinatorCore) -> ReportedResults:
         """Make the part."""
         return cls(core.records)
 
@@ -45,15 +45,15 @@ class RunResults(CoordinatorPart):
         self._records, self._results = records, dict(records.load(_RESULT, _Result))
 
     @requests.handles(Report)
-    def _report(self, report: Report, arrival: Arrival) -> Ok:
+    def _report(self, report: Report, received: Received) -> Ok:
         self._put(report.name, _Result(report.value))
         return Ok()
 
     @notices.handles(TrainingEvent)
-    def _note(self, told: TrainingEvent, arrival: Arrival) -> Sequence[Command]:
+    def _note(self, told: TrainingEvent, received: Received) -> Sequence[Command]:
         for name, value in told.metrics.items():
             self._put(f"{told.kind}/{name}", _Result(value, told.steps))
-        arrival.core.news.add(arrival.at_s, told.kind, told.task, told.text)
+        received.core.news.add(received.at_s, told.kind, told.task, told.text)
         return []
 
     def _put(self, name: str, result: _Result) -> None:
