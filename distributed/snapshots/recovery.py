@@ -19,7 +19,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -149,14 +150,10 @@ class Recovery(CoordinatorPart):
         """Say from which snapshot the cluster goes on, if from one."""
         if not self._counted.is_resuming:
             return []
-        number, age_s = self._committed.number, at_s - self._committed.at_s
         if core.jobs:
             expected = {task_name(job, index) for job, count in core.jobs.items() for index in range(count)}
             self._unexpected = tuple(task for task in self._committed.tasks if task not in expected)
-        done = self._committed.steps_done or 0
-        where = ", ".join(map(short_task_name, self._committed.tasks))
-        made = f"made {age_s:.0f} s before the last record of that cluster, with {done} steps done"
-        return [Log(f"resuming snapshot {number}, {made}; {where} load it when all have joined")]
+        return [Log(f"resuming {self._committed.described(at_s)} load it when all have joined")]
 
     def status(self, core: CoordinatorCore) -> Mapping[str, SnapshotSize | None]:
         """Return the size of the newest snapshot."""
@@ -186,16 +183,13 @@ class Recovery(CoordinatorPart):
         self._pausing_s = at_s
         self._pauses.ask(_SNAPSHOT)
 
-    def _doing(self, task: str) -> str:
-        return self._watch.doing(task, self._members)
-
     def _late(self, at_s: float) -> str:
         """Why the snapshot that is being made, or a task that leaves, takes too long; empty if it does not."""
         if self._attempt is not None:
             return self._attempt.late(at_s)
         # A task that leaves waits as long as it can: it ends the attempt itself, as it leaves.
         if self._pausing_s is not None and not self._leaving and at_s - self._pausing_s > PAUSE_S:
-            return overdue(self._pauses.waits_for, BUSY, PAUSE_S, self._doing)
+            return overdue(self._pauses.waits_for, BUSY, PAUSE_S, partial(self._watch.doing, members=self._members))
         if self._holding_s is not None and at_s - self._holding_s > RETURN_S:
             return overdue(self._leaving, "announced to leave, and did not come back within", RETURN_S)
         return ""
@@ -351,8 +345,8 @@ class Recovery(CoordinatorPart):
         self._attempt, self._committed, self.size = None, attempt.snapshot, attempt.size
         self._schedule.complete(self._committed.names, attempt.changes)
         self._records.put(SNAPSHOT, self._committed)
-        live, message = self._members.connections(), SnapshotCommitted(self._committed.number)
-        commands.append(Broadcast(_peers(live.values()), message))  # also to workers: they need not make it again
+        # Also to workers: they need not make it again.
+        commands.append(Broadcast(self._members.live_peers(), SnapshotCommitted(self._committed.number)))
         if self._leaving:
             self._holding_s = at_s
             names = ", ".join(map(short_task_name, sorted(self._leaving)))
@@ -447,12 +441,12 @@ class Recovery(CoordinatorPart):
         self._directory.restored(self._committed.names)
         self._schedule.returned(self._directory.names())
         which = "the beginning" if self._committed is BEGINNING else f"snapshot {self._committed.number}"
-        live, what = self._members.connections(), f"{where} returned to {which}"
+        what = f"{where} returned to {which}"
         made = f"; {len(unsaved)} variables and queues made since are made again" if unsaved else ""
         return [
             Log(f"{what}; {max(0, redone)} steps are done again{made}", "returned"),
             *self._unsaved.refuse(f"{what}, which was made before it"),
-            Broadcast(_peers(live.values()), StateRestored(self._counted.epoch, self._counted.undone)),
+            Broadcast(self._members.live_peers(), StateRestored(self._counted.epoch, self._counted.undone)),
             *self._release(),
         ]
 
@@ -505,9 +499,5 @@ class Recovery(CoordinatorPart):
         return Recovered(self._counted.epoch, self._counted.undone)
 
     def _to(self, tasks: Collection[str], message: CaptureState | LoadState) -> Broadcast:
-        live = self._members.connections()
-        return Broadcast(_peers(live.get(task) for task in tasks), message)
-
-
-def _peers(found: Iterable[int | None]) -> tuple[int, ...]:
-    return tuple(peer for peer in found if peer is not None)
+        peers = self._members.connections()
+        return Broadcast(tuple(peer for task in tasks if (peer := peers.get(task)) is not None), message)

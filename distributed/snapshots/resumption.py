@@ -23,6 +23,7 @@ from dflow.distributed.coordinator.coordinator_part import CoordinatorPart, copi
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.coordinator.variable_directory import placed_again
 from dflow.distributed.wire.messages.status import VariableInfo
+from dflow.tracing.devices.task_name import short_task_name
 
 #: Keys of the records.
 EPOCH, SNAPSHOT = "snapshots/counted", "snapshot/committed"
@@ -48,6 +49,12 @@ class Snapshot(msgspec.Struct, frozen=True):
     cluster: str
     copies: dict[str, bytes] = {}
     steps_done: int | None = None
+
+    def described(self, at_s: float) -> str:
+        """Describe it for a cluster that goes on from it; its age is that at the earlier cluster's last record."""
+        where = ", ".join(map(short_task_name, self.tasks))
+        made = f"made {at_s - self.at_s:.0f} s before the last record of that cluster, with {self.steps_done or 0}"
+        return f"snapshot {self.number}, {made} steps done; {where}"
 
     def copy_of(self, part: type[CoordinatorPart]) -> Any:
         """Return the copy of a part, of its class `copied`."""
