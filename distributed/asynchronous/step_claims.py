@@ -33,13 +33,7 @@ from dflow.distributed.asynchronous.claimed_run import (
     index_set,
 )
 from dflow.distributed.coordinator.coordinator_events import Command, SendReply
-from dflow.distributed.coordinator.coordinator_part import (
-    CoordinatorCore,
-    CoordinatorPart,
-    Notices,
-    Received,
-    Requests,
-)
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.snapshots.step_pauses import StepPauses

@@ -14,13 +14,7 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log
-from dflow.distributed.coordinator.coordinator_part import (
-    CoordinatorCore,
-    CoordinatorPart,
-    Notices,
-    Received,
-    Requests,
-)
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
 from dflow.distributed.coordinator.membership import Membership, ReleaseTask
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.observing import DumpEvents

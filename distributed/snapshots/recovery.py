@@ -26,13 +26,7 @@ from typing import ClassVar
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log, SendReply
-from dflow.distributed.coordinator.coordinator_part import (
-    CoordinatorCore,
-    CoordinatorPart,
-    Notices,
-    Received,
-    Requests,
-)
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.coordinator.progress_watch import ProgressWatch
 from dflow.distributed.coordinator.variable_directory import MOST_NAMED
@@ -45,15 +39,7 @@ from dflow.distributed.snapshots.recovery_waits import (
     RecoveryWaits,
     UnsavedChanges,
 )
-from dflow.distributed.snapshots.resumption import (
-    BEGINNING,
-    EPOCH,
-    SNAPSHOT,
-    Epoch,
-    Snapshot,
-    newest_snapshot,
-    resumed,
-)
+from dflow.distributed.snapshots.resumption import BEGINNING, EPOCH, SNAPSHOT, Epoch, Snapshot, newest_snapshot, resumed
 from dflow.distributed.snapshots.return_attempt import ReturnAttempt
 from dflow.distributed.snapshots.snapshot_attempt import SnapshotAttempt, overdue
 from dflow.distributed.snapshots.snapshot_schedule import AFTER_PAUSE_S, PAUSE_S, SnapshotSchedule

@@ -17,13 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
-from dflow.distributed.coordinator.coordinator_part import (
-    CoordinatorCore,
-    CoordinatorPart,
-    Notices,
-    Received,
-    Requests,
-)
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.pauses import (

@@ -8,13 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Command
-from dflow.distributed.coordinator.coordinator_part import (
-    CoordinatorCore,
-    CoordinatorPart,
-    Notices,
-    Received,
-    Requests,
-)
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.training.plan_messages import TrainingEvent
 from dflow.distributed.wire.handler_table import HandlerTable
