@@ -22,8 +22,8 @@ from dflow.distributed.asynchronous.staleness_bound import SharedStep
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.training.batch_supply import END
 from dflow.distributed.training.claims import claimed
-from dflow.distributed.training.step_report import first_not_finite, losses_of, real_scalars
-from dflow.distributed.training.strategy import REPORT_S, Strategy, StrategyRun, arguments_of
+from dflow.distributed.training.step_report import REPORT_S, first_not_finite, losses_of, real_scalars
+from dflow.distributed.training.strategy import Strategy, StrategyRun, arguments_of
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
 from dflow.tracing.errors import DflowError, StepEnded, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
@@ -188,7 +188,7 @@ class _ClaimWork:
 
     def not_finite(self) -> NotFinite | None:
         """Return the first loss that is not finite since the last report; waits until the losses are computed."""
-        return first_not_finite(self.first, self.losses)
+        return first_not_finite(enumerate(self.losses, self.first))
 
     def progress(self) -> tuple[float, dict[str, float], NotFinite | None]:
         """Return the duration of a step, the newest metrics and `not_finite()`, which are then reported."""

@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,20 +23,12 @@ from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.process_mesh import ProcessMesh
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.training.batch_supply import END, BatchSupply
-from dflow.distributed.training.step_report import first_not_finite, losses_of, real_scalars
-from dflow.distributed.training.strategy import (
-    REPORT_S,
-    StepResult,
-    Strategy,
-    StrategyRun,
-    arguments_of,
-)
-from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
+from dflow.distributed.training.step_report import StepProgress
+from dflow.distributed.training.strategy import StepResult, Strategy, StrategyRun, arguments_of
 from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.near_names import suggests_keywords
 
 LOGGER = logging.getLogger("dflow")
-EMPTY: Mapping[str, float] = MappingProxyType({})
 
 
 class AllReduce(Strategy):
@@ -133,18 +123,28 @@ class AllReduce(Strategy):
             yield from self._steps(run)
 
     def _steps(self, run: StrategyRun) -> Iterator[Any]:
-        """Yield the results of the steps; raise Terminated before a step, in all processes, if SIGTERM has come."""
+        def call(number: int, batch: Any) -> Any:
+            with self._step_of(run, number):
+                return run.step(*arguments_of(self._on.divided(batch)))
+
+        return self._called(run, call)
+
+    def _called(self, run: StrategyRun, call: Callable[[int, Any], Any]) -> Iterator[Any]:
+        """Call each step by `call(number, batch)`, and yield the results.
+
+        Raises Terminated before a step, in all processes, if SIGTERM has come.
+        """
         progress = StepProgress(self._cluster, run.name, run.steps, self._first)
         try:
             for number, batch in enumerate(self._batches(run), self._first):
                 with self._computing():
-                    with self._step_of(run, number):
-                        outcome = run.step(*arguments_of(self._on.divided(batch)))
-                    progress.note(outcome)
+                    outcome = call(number, batch)
+                    progress.reached(number + 1)
+                    progress.note(number, outcome)
                 run.opened.is_at_end = progress.is_over
                 yield outcome
         except BaseException as error:
-            progress.tell()  # a metric may never be computed
+            progress.report_failure()
             if isinstance(error, GeneratorExit) and progress.is_over:
                 self._end_together(run)
             raise
@@ -251,46 +251,3 @@ def _refuse_unequal(what: str, given: Mapping[str, str]) -> None:
             f"{what}: expected the same on all workers, got {described}",
             "give batches of the same structure, shapes, dtypes and scalars, and one batch for one part",
         )
-
-
-class StepProgress:
-    """Reports this worker's steps to the coordinator, at most every `REPORT_S`."""
-
-    def __init__(self, cluster: Cluster, run: str, total: int, first: int) -> None:
-        self._cluster, self._run, self._total = cluster, run, total
-        self._done = self._told = first
-        self._losses: list[Mapping[str, Any]] = []
-        self._outcome: Any = None
-        self._told_s = time.monotonic()
-        # Steps before a later return to a snapshot are not counted.
-        self._undone = cluster.steps.undone
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all steps are done."""
-        return self._done == self._total
-
-    def note(self, outcome: Any) -> None:
-        """Note a step, which may not be computed yet, except for the last one."""
-        self._done += 1
-        self._losses.append(losses_of(outcome))
-        self._outcome = outcome
-        if self.is_over or time.monotonic() - self._told_s > REPORT_S:
-            self.report()
-
-    def report(self) -> None:
-        """Report the steps since the last report, once they are computed."""
-        found, metrics = first_not_finite(self._told, self._losses), real_scalars(self._outcome)
-        steps = self._done - self._told
-        self.tell((time.monotonic() - self._told_s) / steps if steps else 0.0, metrics, found)
-
-    def tell(
-        self, step_s: float = 0.0, metrics: Mapping[str, float] = EMPTY, not_finite: NotFinite | None = None
-    ) -> None:
-        """Report the steps since the last report, with their duration, metrics, and a loss that is not finite."""
-        message = RoundsDone(self._run, self._cluster.task, self._done, self._total, self._done - self._told)
-        found = msgspec.structs.replace(
-            message, step_s=step_s, metrics=dict(metrics), not_finite=not_finite, undone=self._undone
-        )
-        self._cluster.coordinator.tell(found)
-        self._told, self._told_s, self._losses = self._done, time.monotonic(), []

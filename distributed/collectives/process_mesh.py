@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
@@ -19,11 +19,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.collectives.compared_variables import compare_variables
+from dflow.distributed.collectives.own_resources import refuse_own_resources
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.steps.steps_ahead import refusing_steps
 from dflow.distributed.training.applying import SharedVariables, applied_to, shared_step
 from dflow.distributed.training.compared_steps import settings_of
-from dflow.distributed.training.own_resources import refuse_own_resources
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.program_watch import WatchedProgram
 from dflow.tracing.errors import DeviceError, StrategyError
@@ -97,24 +97,14 @@ class ProcessMesh:
         sharding = variable.sharding
         return isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
 
-    @contextmanager
-    def variables(self, group: ProcessGroup | None, store: Store) -> Iterator[None]:
+    def variables(self, group: ProcessGroup | None, store: Store) -> AbstractContextManager[None]:
         """Put the variables made inside on this mesh, and compare them with those of the other processes."""
-        made: list[Variable] = []
+        return _compared(group, store, self.sharding_of)
 
-        def spread(variable: Variable) -> Sharding | None:
-            made.append(variable)
-            return self.sharding_of(variable)
-
-        with spreading(spread):
-            yield
-        if group is not None:
-            compare_variables(group, store, made)
-
-    @contextmanager
-    def copies(self, group: ProcessGroup | None, store: Store, known: WeakSet[Variable]) -> Iterator[None]:
+    def copies(
+        self, group: ProcessGroup | None, store: Store, known: WeakSet[Variable]
+    ) -> AbstractContextManager[None]:
         """Compare the variables made inside with the copies of the other processes, and add them to those known."""
-        made: list[Variable] = []
 
         def keep(variable: Variable) -> Sharding | None:
             if isinstance(variable.sharding, PartitionSpec):
@@ -125,13 +115,9 @@ class ProcessMesh:
                     at=variable.loc,
                 )
             known.add(variable)
-            made.append(variable)
             return variable.sharding
 
-        with spreading(keep):
-            yield
-        if group is not None:
-            compare_variables(group, store, made)
+        return _compared(group, store, keep)
 
     def sharding_of(self, variable: Variable) -> Sharding | None:
         """Return the sharding of a new variable; None on a mesh of one device. Raises DeviceError."""
@@ -209,6 +195,23 @@ class ProcessMesh:
             return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
 
         return jax.tree_util.tree_map(divided, batch, is_leaf=is_variable)
+
+
+@contextmanager
+def _compared(
+    group: ProcessGroup | None, store: Store, sharding_of: Callable[[Variable], Sharding | None]
+) -> Iterator[None]:
+    """Compare the variables made inside, which get these shardings, with those of the other processes."""
+    made: list[Variable] = []
+
+    def spread(variable: Variable) -> Sharding | None:
+        made.append(variable)
+        return sharding_of(variable)
+
+    with spreading(spread):
+        yield
+    if group is not None:
+        compare_variables(group, store, made)
 
 
 def _settings(program: WatchedProgram) -> list[ListedItem]:

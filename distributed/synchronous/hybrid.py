@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.collectives.all_reduce import AllReduce, StepProgress
+from dflow.distributed.collectives.all_reduce import AllReduce
 from dflow.distributed.collectives.dense_gradients import DenseGradients
 from dflow.distributed.synchronous.round_part import RoundPart
 from dflow.distributed.training.strategy import StrategyRun
@@ -51,35 +51,28 @@ class Hybrid(AllReduce):
             yield from super()._steps(run)
             return
         part = self._part(run.name)
-        progress = StepProgress(self._cluster, run.name, run.steps, self._first)
-        gradients, opening = None, RoundOpen(-1, 0)
-        epoch = self._cluster.steps.epoch
+        gradients, opening, epoch = None, RoundOpen(-1, 0), self._cluster.steps.epoch
+
+        def call(number: int, batch: Any) -> Any:
+            nonlocal gradients, opening
+            with self._refusing_return(run.name, epoch):
+                if gradients is None:
+                    gradients = part.open(run.step, batch, run.steps - self._first, self._on.parts)
+                    opening = part.next(-1)
+                if gradients is None:
+                    raise InternalError(f"the rounds of run {run.name!r} are over before its first step")
+                outcome, _ = part.run_step(gradients, run.step, batch, opening)
+                self._refuse_return(run.name, epoch)
+                self._dense.apply_means(part.kept)
+                # Before the loop goes on: then the tables have this step's update.
+                opening = part.next(opening.number)
+            return outcome
+
         try:
-            for batch in self._batches(run):
-                with self._computing(), self._refusing_return(run.name, epoch):
-                    if gradients is None:
-                        gradients = part.open(run.step, batch, run.steps - self._first, self._on.parts)
-                        opening = part.next(-1)
-                    if gradients is None:
-                        raise InternalError(f"the rounds of run {run.name!r} are over before its first step")
-                    outcome, _ = part.run_step(gradients, run.step, batch, opening)
-                    self._refuse_return(run.name, epoch)
-                    self._dense.apply_means(part.kept)
-                    # Before the loop goes on: then the tables have this step's update.
-                    opening = part.next(opening.number)
-                    progress.note(outcome)
-                run.opened.is_at_end = progress.is_over
-                yield outcome
-        except BaseException as error:
-            progress.tell()
-            if isinstance(error, GeneratorExit) and progress.is_over:
-                self._end_together(run)
-            raise
+            yield from self._called(run, call)
         finally:
             if gradients is not None:
                 part.leave(opening.number)
-        with self._computing():
-            progress.report()
 
     def _part(self, run: str) -> RoundPart:
         """Return this worker's part in the rounds of its group.

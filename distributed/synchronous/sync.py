@@ -12,19 +12,16 @@ An opening is an attempt at a round: a round whose update fails is opened again,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
-
-from msgspec.structs import replace
 
 from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.synchronous.round_part import RoundPart
 from dflow.distributed.training.batch_supply import END, BatchSupply
-from dflow.distributed.training.step_report import first_not_finite, real_scalars
-from dflow.distributed.training.strategy import REPORT_S, Strategy, StrategyRun
-from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.training.step_report import StepProgress, real_scalars
+from dflow.distributed.training.strategy import Strategy, StrategyRun
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
@@ -87,13 +84,13 @@ class Sync(Strategy):
         return RoundPart(self._cluster, run, self._job)
 
     def _rounds(self, part: RoundPart, run: StrategyRun) -> Iterator[Any]:
-        progress, done = _Progress(self._cluster, run.name, run.steps), -1
+        progress, done = StepProgress(self._cluster, run.name, run.steps), -1
         batches, failures = _RoundBatches(run.batches, self._cluster, run.steps), 0
         try:
             while batches.newest is not END:
                 state = self._cluster.steps
                 epoch = state.epoch
-                progress.begin(state.undone)
+                progress.begin()
                 try:
                     gradients = part.open(run.step, batches.newest, run.steps, self._wanted)
                     if gradients is None:
@@ -106,7 +103,9 @@ class Sync(Strategy):
                             step_s, done = time.perf_counter() - started, opening.number
                             self.accepted += is_fresh
                             self.dropped += not is_fresh
-                            progress.note(opening.done, step_s, real_scalars(outcome), not is_fresh)
+                            progress.reached(opening.done)
+                            scalars, is_late = real_scalars(outcome), not is_fresh
+                            progress.note(opening.done, scalars, step_s=step_s, is_dropped=is_late)
                         following = None
                         if opening.done + 1 >= run.steps:
                             # Before the last result: a program that has it need not come back for more.
@@ -117,7 +116,7 @@ class Sync(Strategy):
                                 raise
                             run.opened.is_at_end = following.done >= run.steps
                             progress.reached(following.done)
-                            progress.tell()
+                            progress.report()
                         yield outcome
                         if is_fresh or not self._requeue:
                             batches.take(opening.done + 1)
@@ -138,7 +137,7 @@ class Sync(Strategy):
                     done = -1
         finally:
             part.leave(done)
-            progress.tell()
+            progress.report()
 
 
 class _RoundBatches:
@@ -165,40 +164,3 @@ class _RoundBatches:
         if self._supply.is_numbered and number != self._round:
             self.take(number)
         return self.newest
-
-
-class _Progress:
-    """Reports a worker's progress to the coordinator, at most every `REPORT_S`."""
-
-    def __init__(self, cluster: Cluster, run: str, total: int) -> None:
-        self._cluster = cluster
-        self._told_at, self._news = time.monotonic(), RoundsDone(run, cluster.task, 0, total, 0)
-
-    def begin(self, undone: int) -> None:
-        """Note that rounds begin, or begin again after a return to a snapshot, the `undone`th that undid steps."""
-        self._news = replace(self._news, rounds=0, undone=undone)
-
-    def reached(self, rounds: int) -> None:
-        """Note the number of rounds that are done."""
-        self._news = replace(self._news, rounds=rounds)
-
-    def note(self, rounds: int, step_s: float, metrics: Mapping[str, float], is_dropped: bool) -> None:
-        """Note that a step of this worker has ended, in the round that began after `rounds` others."""
-        before = self._news
-        self._news = replace(
-            before,
-            rounds=rounds,
-            steps=before.steps + 1,
-            dropped=before.dropped + is_dropped,
-            step_s=step_s,
-            metrics=dict(metrics),
-            not_finite=before.not_finite or first_not_finite(rounds, [metrics]),
-        )
-        if time.monotonic() - self._told_at > REPORT_S:
-            self.tell()
-
-    def tell(self) -> None:
-        """Report the steps since the last report."""
-        self._cluster.coordinator.tell(self._news)
-        self._told_at = time.monotonic()
-        self._news = replace(self._news, steps=0, dropped=0, not_finite=None)

@@ -1,23 +1,83 @@
-"""The numbers of a step that are shown as progress, and its losses that are not finite."""
+"""The numbers of a step that are shown as progress, its losses that are not finite, and a worker's reports of them."""
 
 from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
-from dflow.distributed.wire.messages.rounds import NotFinite
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
+
+#: Least time between a worker's reports of the steps that it has done.
+REPORT_S = 0.25
 
 
-def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFinite | None:
-    """Return the first loss that is not finite, of consecutive steps from number `first` on; None if all are finite.
+class StepProgress:
+    """Reports a worker's steps in a run of `total` steps to the coordinator, at most every `REPORT_S`."""
 
-    losses   for each step, scalars by name; only names that end with `loss` are checked
+    def __init__(self, cluster: Cluster, run: str, total: int, done: int = 0) -> None:
+        self._cluster, self._news = cluster, RoundsDone(run, cluster.task, done, total, 0)
+        #: The numbers and losses of the steps since the last report.
+        self._losses: list[tuple[int, Mapping[str, Any]]] = []
+        self._outcome: Any = None
+        self._told_s = time.monotonic()
+        self.begin(done)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done."""
+        return self._news.rounds == self._news.total_rounds
+
+    def begin(self, done: int = 0) -> None:
+        """Note that steps begin, or begin again after a return to a snapshot, with `done` of them done."""
+        # Steps before a later return to a snapshot are not counted.
+        self._news = replace(self._news, rounds=done, undone=self._cluster.steps.undone)
+
+    def reached(self, done: int) -> None:
+        """Note the number of steps that are done."""
+        self._news = replace(self._news, rounds=done)
+
+    def note(self, number: int, outcome: Any, *, step_s: float = 0.0, is_dropped: bool = False) -> None:
+        """Note that the worker's step `number` has ended.
+
+        outcome  may not be computed yet, unless the run is over
+        step_s   duration of the step; by default the mean since the last report
+        """
+        news, self._outcome = self._news, outcome
+        self._news = replace(news, steps=news.steps + 1, dropped=news.dropped + is_dropped, step_s=step_s)
+        self._losses.append((number, losses_of(outcome)))
+        if self.is_over or time.monotonic() - self._told_s > REPORT_S:
+            self.report()
+
+    def report(self) -> None:
+        """Report the steps since the last report, once they are computed."""
+        news, found = self._news, first_not_finite(self._losses)
+        metrics = real_scalars(self._outcome)
+        mean_s = (time.monotonic() - self._told_s) / news.steps if news.steps else 0.0
+        self._tell(replace(news, step_s=news.step_s or mean_s, metrics=metrics, not_finite=found))
+
+    def report_failure(self) -> None:
+        """Report the steps since the last report without their results, which may never be computed."""
+        self._tell(self._news)
+
+    def _tell(self, news: RoundsDone) -> None:
+        self._cluster.coordinator.tell(news)
+        self._news = replace(self._news, steps=0, dropped=0)
+        self._told_s, self._losses = time.monotonic(), []
+
+
+def first_not_finite(losses: Iterable[tuple[int, Mapping[str, Any]]]) -> NotFinite | None:
+    """Return the first loss that is not finite; None if all are finite.
+
+    losses   numbers of steps, each with scalars by name; only names that end with `loss` are checked
     """
-    for step, named in enumerate(losses, first):
+    for step, named in losses:
         for name, value in named.items():
             if name.endswith("loss") and not math.isfinite(number := float(value)):
                 return NotFinite(step, name, number)

@@ -25,10 +25,6 @@ StepResult = TypeVar("StepResult")
 _run_counts: Counter[tuple[Hashable, str]] = Counter()
 
 
-#: Least time between a worker's reports of the steps that it has done.
-REPORT_S = 0.25
-
-
 @dataclass(frozen=True)
 class StrategyRun:
     """One run of a strategy in this process: its name, and the arguments of `Strategy.run`.

@@ -26,7 +26,7 @@ from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.roles import make_coordinator
 from dflow.distributed.steps import retries
 from dflow.distributed.synchronous import sync
-from dflow.distributed.training import long_wait
+from dflow.distributed.training import long_wait, step_report
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
@@ -236,7 +236,7 @@ class _ScheduleRun:
     def patched(self) -> Iterator[None]:
         """Have strategies and snapshots use the simulated time and disks."""
         with self._disks.used(), pytest.MonkeyPatch.context() as patch:
-            for module in (async_, long_wait, sync, retries):
+            for module in (async_, long_wait, step_report, sync, retries):
                 patch.setattr(module, "time", SimulatedTime(self.events))
             patch.setattr(moments, "hook", self._reached)
             yield

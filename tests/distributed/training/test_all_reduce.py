@@ -17,8 +17,8 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.collectives.all_reduce import StepProgress
 from dflow.distributed.collectives.process_mesh import ProcessMesh, _sizes
+from dflow.distributed.training.step_report import StepProgress
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.errors import DeviceError, StrategyError
 from tests.distributed.processes import Spawned
@@ -278,7 +278,8 @@ def test_steps_after_a_return_to_a_snapshot_are_counted() -> None:
     told: list[RoundsDone] = []
     coordinator, steps = SimpleNamespace(tell=told.append), SimpleNamespace(undone=2)
     cluster: Any = SimpleNamespace(task="/job:worker/task:0", steps=steps, coordinator=coordinator)
-    progress = StepProgress(cluster, "run", total=10, first=4)
-    progress.note(jnp.float32(1))
+    progress = StepProgress(cluster, "run", total=10, done=4)
+    progress.reached(5)
+    progress.note(4, jnp.float32(1))
     progress.report()
     assert [(one.rounds, one.steps, one.undone) for one in told] == [(5, 1, 2)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.synchronous import sync
+from dflow.distributed.training import step_report
 from dflow.testing import MemoryCluster
 from dflow.tracing.errors import StrategyError
 from tests.distributed.training.sync_programs import Sync, Turns, pair, together
@@ -53,7 +53,7 @@ def test_a_loss_that_is_not_finite_and_a_run_short_of_its_rounds_stand_in_the_st
 def test_a_round_is_reported_as_done_when_its_update_is_made(
     memory: MemoryCluster, workers: list[Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync, "REPORT_S", -1.0)
+    monkeypatch.setattr(step_report, "REPORT_S", -1.0)
     turns = Turns()
 
     def work(index: int, cluster: Cluster) -> int | None:
