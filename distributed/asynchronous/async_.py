@@ -79,8 +79,9 @@ class Async(Strategy):
                 "many updates of its worker",
                 "give a smaller prefetch or a larger max_staleness",
             )
-        self._cluster, self._prefetch, self._max_staleness, self._job = cluster, prefetch, max_staleness, job
-        self._lookahead = lookahead
+        super().__init__(cluster)
+        self._prefetch, self._lookahead = prefetch, lookahead
+        self._max_staleness, self._job = max_staleness, job
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
         with self._shared_steps(run) as shared_step:
@@ -88,10 +89,10 @@ class Async(Strategy):
 
     def _shared_steps(self, run: StrategyRun) -> AbstractContextManager[SharedStep]:
         bound, is_one_call = (self._max_staleness, self._job), hasattr(run.step, "trace")
-        return shared_steps(self._cluster, run.name, self._prefetch, *bound, is_one_call=is_one_call)
+        return shared_steps(self.cluster, run.name, self._prefetch, *bound, is_one_call=is_one_call)
 
     def _steps(self, run: StrategyRun, shared_step: SharedStep) -> Iterator[Any]:
-        coordinator, task, state = self._cluster.coordinator, self._cluster.task, self._cluster.steps
+        coordinator, task, state = self.cluster.coordinator, self.cluster.task, self.cluster.steps
         least = LEAST_CLAIM if self._lookahead else 1
         claim = ClaimSteps(run.name, task, run.steps, max_staleness=self._max_staleness, least=least)
         steps = claimed(coordinator, claim).steps

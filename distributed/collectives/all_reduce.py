@@ -72,7 +72,8 @@ class AllReduce(Strategy):
                 f"{type(self).__name__}: expected a cluster with collectives, got one without",
                 "write dflow.connect(collectives=True)",
             )
-        self._cluster, self._group, self._programs = cluster, collectives.group, collectives.programs
+        super().__init__(cluster)
+        self._group, self._programs = collectives.group, collectives.programs
         self._on = ProcessMesh(axes or {"data": -1}, batch_axis, fully_sharded=fully_sharded)
         self._first = 0
 
@@ -96,7 +97,7 @@ class AllReduce(Strategy):
         Each device makes only its part. At its end, raises StrategyError in all processes if they have not made the
         same variables with the same first values.
         """
-        return self._on.variables(self._group, self._cluster.store)
+        return self._on.variables(self._group, self.cluster.store)
 
     @suggests_keywords
     def run(
@@ -134,7 +135,7 @@ class AllReduce(Strategy):
 
         Raises Terminated before a step, in all processes, if SIGTERM has come.
         """
-        progress = StepProgress(self._cluster, run.name, run.steps, self._first)
+        progress = StepProgress(self.cluster, run.name, run.steps, self._first)
         try:
             for number, batch in enumerate(self._batches(run), self._first):
                 with self._computing():

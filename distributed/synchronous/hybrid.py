@@ -44,14 +44,14 @@ class Hybrid(AllReduce):
         self._job, self._dense = job, cluster.part(DenseGradients)
 
     def variables(self) -> AbstractContextManager[None]:
-        return self._on.copies(self._group, self._cluster.store, self._dense.copies)
+        return self._on.copies(self._group, self.cluster.store, self._dense.copies)
 
     def _steps(self, run: StrategyRun) -> Iterator[Any]:
-        if self._cluster.is_standalone:
+        if self.cluster.is_standalone:
             yield from super()._steps(run)
             return
         part = self._part(run.name)
-        gradients, opening, epoch = None, RoundOpen(-1, 0), self._cluster.steps.epoch
+        gradients, opening, epoch = None, RoundOpen(-1, 0), self.cluster.steps.epoch
 
         def call(number: int, batch: Any) -> Any:
             nonlocal gradients, opening
@@ -81,8 +81,8 @@ class Hybrid(AllReduce):
         snapshot, which has the rounds of the cluster before.
         """
         assert self._group is not None  # this process is not standalone
-        cluster, _ = self._cluster.identity
-        return RoundPart(self._cluster, f"{run} of group {self._group.number} of {cluster}", self._job, self._dense)
+        cluster, _ = self.cluster.identity
+        return RoundPart(self.cluster, f"{run} of group {self._group.number} of {cluster}", self._job, self._dense)
 
     @contextmanager
     def _refusing_return(self, run: str, epoch: int) -> Iterator[None]:
@@ -97,7 +97,7 @@ class Hybrid(AllReduce):
         self._refuse_return(run, epoch)
 
     def _refuse_return(self, run: str, epoch: int, cause: DflowError | None = None) -> None:
-        if self._cluster.steps.epoch != epoch:
+        if self.cluster.steps.epoch != epoch:
             raise TaskLost(
                 f"the tables of run {run!r} have returned to a snapshot, and the dense layers have not",
                 "start the workers again, which restore both from a checkpoint",

@@ -53,17 +53,17 @@ class Sync(Strategy):
                 f"gradient is waited for",
                 f"give a number from 0 to {workers - 1}",
             )
-        self._cluster, self._wanted = cluster, workers - backup_workers
-        self._requeue, self._job = requeue, job
+        super().__init__(cluster)
+        self._wanted, self._requeue, self._job = workers - backup_workers, requeue, job
         #: Numbers of this worker's gradients that are in updates, and that were too late.
         self.accepted = self.dropped = 0
 
     def variables(self) -> AbstractContextManager[None]:
-        return self._cluster.parameter_servers(self._job)
+        return self.cluster.parameter_servers(self._job)
 
     @property
     def batches_per_step(self) -> int:
-        return self._cluster.colleagues()[1]
+        return self.cluster.colleagues()[1]
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
         if self._requeue and run.batches.is_numbered:
@@ -71,24 +71,24 @@ class Sync(Strategy):
                 "requeue=True: expected an iterable of batches, got a function, which gives each round its own",
                 "leave requeue out, or give an iterable",
             )
-        if not self._cluster.is_standalone:
+        if not self.cluster.is_standalone:
             yield from self._rounds(self._part(run.name), run)
             return
         # Each step is a round of one worker.
-        for outcome in Async(self._cluster).results(run):
+        for outcome in Async(self.cluster).results(run):
             self.accepted += 1
             yield outcome
 
     def _part(self, run: str) -> RoundPart:
         """Return this worker's part in a run of several."""
-        return RoundPart(self._cluster, run, self._job)
+        return RoundPart(self.cluster, run, self._job)
 
     def _rounds(self, part: RoundPart, run: StrategyRun) -> Iterator[Any]:
-        progress, done = StepProgress(self._cluster, run.name, run.steps), -1
-        batches, failures = _RoundBatches(run.batches, self._cluster, run.steps), 0
+        progress, done = StepProgress(self.cluster, run.name, run.steps), -1
+        batches, failures = _RoundBatches(run.batches, self.cluster, run.steps), 0
         try:
             while batches.newest is not END:
-                state = self._cluster.steps
+                state = self.cluster.steps
                 epoch = state.epoch
                 progress.begin()
                 try:

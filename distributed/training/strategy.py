@@ -64,10 +64,10 @@ class Strategy:
     run_prefix: ClassVar[str] = "run"
     #: Whether the loops of all workers end after the same step.
     ends_together: ClassVar[bool] = False
-    _cluster: Cluster
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+        #: The cluster whose workers train.
+        self.cluster = cluster
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
         """Yield the result of each step that this worker does in the run, called by `run.calls` or in its guard."""
@@ -78,12 +78,7 @@ class Strategy:
 
         So that another strategy is another line: on the parameter tasks, for a strategy that does not say otherwise.
         """
-        return self._cluster.parameter_servers()
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster whose workers train."""
-        return self._cluster
+        return self.cluster.parameter_servers()
 
     @property
     def batches_per_step(self) -> int:
@@ -120,7 +115,7 @@ class Strategy:
                  lists; StrategyError from the loop if the program closes the cluster in it, before the last step
         """
         opened = OpenRun()
-        return self._cluster.part(OpenRuns).add(self._loop(step, batches, steps, name, opened), opened)
+        return self.cluster.part(OpenRuns).add(self._loop(step, batches, steps, name, opened), opened)
 
     def _loop(
         self, step: Callable[..., Any], batches: Any, steps: int, name: str | None, opened: OpenRun
@@ -135,7 +130,7 @@ class Strategy:
         if count < 0:
             raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
         supply = batches if isinstance(batches, BatchSupply) else BatchSupply(batches)
-        run = name or run_name(self._cluster, self.run_prefix)
+        run = name or run_name(self.cluster, self.run_prefix)
         try:
             yield from opened.of(run, self._guarded(run, count, step, supply, opened))
         except DflowError as error:
@@ -152,9 +147,9 @@ class Strategy:
                 yield from self.results(StrategyRun(run, count, step, supply, guard, opened))
             except Terminated as terminated:
                 if not terminated.is_agreed:
-                    self._cluster.coordinator.leave(terminated.reason)
+                    self.cluster.coordinator.leave(terminated.reason)
                 raise
-        is_short = supply.has_ended and not supply.may_end and self._cluster.is_standalone
+        is_short = supply.has_ended and not supply.may_end and self.cluster.is_standalone
         if is_short and not is_accepted(SHORT):
             raise StrategyError(
                 f"run {run!r}: expected batches for {count} steps, got {supply.count}, after which they have ended",

@@ -257,7 +257,7 @@ def _without_roster(original: Any) -> Any:
 
 def _a_failed_step_as_done(original: Any) -> Any:
     def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        worker = strategy._cluster
+        worker = strategy.cluster
         ask = worker.ask
 
         def report_one_more(message: Any, *timeout_s: float) -> Any:

@@ -57,7 +57,7 @@ class SimulatedSync(Sync):
     """Trains on a `RoundsWorker`."""
 
     def _part(self, run: str) -> Any:
-        worker: Any = self._cluster
+        worker: Any = self.cluster
         return cast(RoundsWorker, worker).take_part(run, self._job)
 
 

@@ -105,7 +105,7 @@ class _SimulatedAsync(Async):
     """Trains on a `StepsWorker`."""
 
     def _shared_steps(self, run: StrategyRun) -> AbstractContextManager[SharedStep]:
-        worker: Any = self._cluster
+        worker: Any = self.cluster
         return cast(StepsWorker, worker).shared_steps(run.name, self._prefetch, self._max_staleness, self._job)
 
 

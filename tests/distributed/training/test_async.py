@@ -29,7 +29,7 @@ class ScriptedAsync(Async):
     """Trains on a `Scripted` cluster, whose steps have no context of tasks."""
 
     def _shared_steps(self, run: StrategyRun) -> AbstractContextManager[SharedStep]:
-        cluster: Any = self._cluster
+        cluster: Any = self.cluster
         return nullcontext(lambda steps, batches: cluster.step())
 
 
