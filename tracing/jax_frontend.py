@@ -403,31 +403,23 @@ def _raised(error: Exception) -> None:
 _OF_RESULTS = jax_pxla.reflatten_outputs_for_dispatch.__code__
 
 
-#: The code of JAX's function that looks at the results of a function it has traced.
-_OF_TRACED_RESULTS = jax_partial_eval._check_returned_jaxtypes.__code__
-
-#: The functions that returned a resource when JAX traced them, as `source_of` tells them.
-_returning: set[str] = set()
+def _scope_of_returned(source: str) -> str:
+    """Name of the scope of reads of the resources that a function returned; `source` is as `source_of` tells it."""
+    return f"{PREFIX}returned by {source.replace('/', '.')}"
 
 
-#: The trace around the function whose results are looked at, and the resources found among them, by their places.
-_looked: ContextVar[tuple[Any, dict[int, Handle]] | None] = ContextVar("dflow_looked", default=None)
+def returned_resources(jaxpr: Jaxpr) -> dict[int, Handle]:
+    """The resources that a jaxpr's function returned itself, by index among the results, which are their values."""
+    places = {var: place for place, var in enumerate(jaxpr.outvars) if not is_literal(var)}
+    own = [equation for equation in jaxpr.eqns if not places.keys().isdisjoint(equation.outvars)]
+    scope = _scope_of_returned(source_of(jaxpr))
+    return {places[e.outvars[0]]: e.params["handle"] for e in own if str(e.source_info.name_stack) == scope}
 
 
-@contextmanager
-def resources_returned() -> Iterator[dict[int, Handle]]:
-    """Collect the resources that a function traced directly inside returns, by index among its flat results."""
-    found: dict[int, Handle] = {}
-    token = _looked.set((jax_core.trace_ctx.trace, found))
-    try:
-        yield found
-    finally:
-        _looked.reset(token)
-
-
-def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], returned: Mapping[int, Handle]) -> list[Any]:
-    """Run a jaxpr on values, without the equations that read the resources in `returned`; return handles for these."""
+def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr on values, and return handles in place of the resources that its function returned, unread."""
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    returned = returned_resources(jaxpr)
     unread = {jaxpr.outvars[place] for place in returned}
 
     def value(atom: Any) -> Any:
@@ -439,20 +431,6 @@ def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], returned:
             results = bind(equation.primitive, equation.params, operands, origin_of(equation))
             env.update(zip(equation.outvars, results, strict=True))
     return [returned[place] if place in returned else value(atom) for place, atom in enumerate(jaxpr.outvars)]
-
-
-def returned_variables(jaxpr: Jaxpr) -> bool:
-    """Whether the function at this jaxpr's source line has returned a resource while JAX traced it."""
-    return source_of(jaxpr) in _returning
-
-
-def _look_at_returned(frame: FrameType, handle: Handle) -> None:
-    """If `frame` is where JAX checks the results of a traced function, record that the function returned `handle`."""
-    if frame.f_code is _OF_TRACED_RESULTS:
-        _returning.add(frame.f_locals["dbg"].func_src_info)
-        outer, found = _looked.get() or (None, {})
-        if jax_core.trace_ctx.trace is outer:
-            found[frame.f_locals["i"]] = handle
 
 
 #: The files of JAX that apply a function to the results of a traced function.
@@ -479,23 +457,21 @@ def register_leaf(cls: type[Any]) -> None:
         is_result = sys._getframe(1).f_code is _OF_RESULTS
         return ((), resource.handle) if is_result else ((resource.read(),), None)
 
-    def typed(resource: Any) -> Any:
-        _look_at_returned(sys._getframe(2), resource.handle)
-        return resource.aval
-
     def undispatched(handle: Handle | None, values: Sequence[Any]) -> Any:
         return values[0] if handle is None else handle.variable
 
     def converted(resource: Any) -> Any:
         # JAX converts the results of a function when its trace has ended, and would keep the value as a constant.
         trace = _trace_of_results(sys._getframe(1))
-        with nullcontext() if trace is None else jax_core.set_current_trace(trace):
+        if trace is None:
+            return resource.read()
+        with jax_core.set_current_trace(trace), jax.named_scope(_scope_of_returned(source_of_trace(trace))):
             return resource.read()
 
     def mapped(proceed: Callable[[Any, Any], Any], size: Any, resource: Any, axis: Any) -> Any:
         return resource if axis is None else proceed(resource.read(), axis)
 
-    jax_core.pytype_aval_mappings[cls] = typed
+    jax_core.pytype_aval_mappings[cls] = lambda resource: resource.aval
     jax_dtypes.register_canonicalize_value_handler(cls, converted)
     jax_batching.to_elt_handlers[cls] = mapped
     jax_tree_util.dispatch_registry.register_node(cls, dispatched, undispatched)

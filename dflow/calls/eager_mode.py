@@ -16,6 +16,7 @@ import numpy as np
 
 import dflow.tracing.derivatives.eager_control_flow  # noqa: F401  (registers with JAX how to run dflow's ops eagerly)
 from dflow.calls.static_arguments import StaticArguments
+from dflow.tracing.jax_frontend import is_resource
 
 _NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
 
@@ -43,17 +44,17 @@ def eager() -> Iterator[None]:
 
 
 def call_eagerly(fn: Callable[..., Any], static: StaticArguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `fn` on real values. Numbers and NumPy arrays become JAX arrays, as in a trace, except in static arguments.
+    """Call `fn` on real values. Under `jax.disable_jit` alone these are not made arrays, as with JAX's own jit."""
+    return call_on_arrays(fn, static, args, kwargs) if _here.is_eager else fn(*args, **kwargs)
 
-    Under `jax.disable_jit` alone the arguments are not converted, as with JAX's own jit.
-    """
-    if not _here.is_eager:
-        return fn(*args, **kwargs)
-    is_static = static.test_of(args)
-    arrays = tuple(arg if is_static(place) else _as_arrays(arg) for place, arg in enumerate(args))
-    named = {name: value if is_static(name) else _as_arrays(value) for name, value in kwargs.items()}
+
+def call_on_arrays(fn: Callable[..., Any], static: StaticArguments, args: Any, kwargs: Any) -> Any:
+    """Call `fn` with JAX's arrays in place of numbers, also in the result, as JAX's functions do in a trace."""
+    arrays, named = static.mapped(_as_arrays, args, kwargs)
     return _as_arrays(fn(*arrays, **named))
 
 
 def _as_arrays(tree: Any) -> Any:
-    return jax.tree_util.tree_map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf, tree)
+    return jax.tree_util.tree_map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf, tree, is_leaf=is_resource
+    )

@@ -21,12 +21,10 @@ from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import jit as jax_jit  # bound here once, since a program may replace `jax.jit` by `dflow.jit`
 
 from dflow.calls.advice import advise, advised_options
-from dflow.calls.eager_mode import call_eagerly, eager
+from dflow.calls.eager_mode import call_eagerly, call_on_arrays, eager
 from dflow.calls.methods import OwnFunction, bound, weakly, without_self
 from dflow.calls.number_checks import run_checked
 from dflow.calls.planner import Planner, resources_in
@@ -50,7 +48,6 @@ from dflow.tracing.jax_frontend import (
     dispatcher,
     hide_frames,
     hides_frames,
-    is_resource,
     is_staged,
     is_tracing,
     jit_disabled,
@@ -234,18 +231,20 @@ class Function(Generic[P, R]):
     def _leaves_and_names(self, args: Any, kwargs: Any) -> tuple[list[Any], Callable[[], list[str]]]:
         """Return the leaves of the arguments that are not static, and a function that returns their names."""
         names = functools.partial(_titles, self.fn, args, kwargs, self._static.test_of(args))
-        return jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2]), names
+        return self._static.leaves(args, kwargs), names
 
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
         if jit_disabled():
             return cast(R, call_eagerly(self.fn, self._static, args, kwargs))
         if inlines_calls() and is_tracing():
-            return self._inlined(args, kwargs)
+            # The function's ops become part of the running trace, instead of a call with a trace of its own.
+            with jax.named_scope(self._planner.shared.log.name):
+                return cast(R, call_on_arrays(self.fn, self._static, args, kwargs))
         args, kwargs = self._with_handles(args, kwargs)
         if not is_tracing():
             return self._planned(args, kwargs)
         stage = self._planner.trace(args, kwargs)
-        leaves = jax.tree_util.tree_leaves(self._static.split(args, kwargs)[:2])
+        leaves = self._static.leaves(args, kwargs)
         try:
             return cast(R, call_staged(stage, leaves) if is_staged() else self._planner.jitted(*args, **kwargs))
         except NotImplementedError as error:
@@ -254,21 +253,11 @@ class Function(Generic[P, R]):
         except PlainJitError:
             return cast(R, _hoisted(stage, leaves))
 
-    def _inlined(self, args: Any, kwargs: Any) -> R:
-        """Add the function's operations to the running trace, instead of a call with a separate trace."""
-        is_static = self._static.test_of(args)
-        given = [arg if is_static(place) else as_operands(arg) for place, arg in enumerate(args)]
-        named = {name: arg if is_static(name) else as_operands(arg) for name, arg in kwargs.items()}
-        with jax.named_scope(self._planner.shared.log.name):
-            return cast(R, as_operands(self.fn(*given, **named)))
-
     def _with_handles(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments for JAX, with handles in place of variables except in static arguments."""
         if not self._static.positions and not self._static.names:
             return handles(args), handles(kwargs) if kwargs else kwargs
-        is_static = self._static.test_of(args)
-        given = tuple(arg if is_static(place) else handles(arg) for place, arg in enumerate(args))
-        return given, {name: arg if is_static(name) else handles(arg) for name, arg in kwargs.items()}
+        return self._static.mapped(handles, args, kwargs)
 
     def _planned(self, args: Any, kwargs: Any) -> R:
         plan, leaves = self._planner.plan(args, kwargs)
@@ -276,7 +265,9 @@ class Function(Generic[P, R]):
             if self._jitted is not self._planner.jitted:
                 self._jitted = self._planner.jitted
                 self._dispatch = self._new_dispatch()
-            return cast(R, self._dispatch(*args, **kwargs))
+            found = self._dispatch(*args, **kwargs)
+            # MISSED if another thread has just seen the function return a variable.
+            return self._planned(args, kwargs) if found is MISSED else cast(R, found)
         result: R = self._run(plan, args, kwargs, leaves)
         self._planner.shared.log.finish()
         return result
@@ -323,14 +314,6 @@ def _forget_method(function: weakref.ref[Function[..., Any]], number: int, _: An
     found = function()
     if found is not None:
         found._methods.pop(number, None)
-
-
-def as_operands(tree: Any) -> Any:
-    """Return a pytree with arrays in place of Python's and NumPy's numbers, as JAX's functions have them in a trace."""
-    is_number = (bool, int, float, complex, np.ndarray, np.generic)
-    return jax.tree_util.tree_map(
-        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, is_number) else leaf, tree, is_leaf=is_resource
-    )
 
 
 def _shareable(fn: Any) -> Any:

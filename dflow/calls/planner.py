@@ -14,9 +14,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -33,13 +32,12 @@ from dflow.distributed.steps.step_gate import preparing
 from dflow.distributed.training.applying import taker_of_gradients
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.state_backend import LoweredStep, Runner
-from dflow.lowering.steps.program_watch import WatchedProgram, program_watch, watched
+from dflow.lowering.steps.program_watch import RunCall, WatchedProgram, program_watch, watched
 from dflow.state_backends import LOCAL, home_of
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import (
-    Handle,
     ShardingTypeError,
     closed_parts,
     compiled_by_jax,
@@ -48,8 +46,7 @@ from dflow.tracing.jax_frontend import (
     missed,
     names_the_dead,
     replayed,
-    resources_returned,
-    returned_variables,
+    returned_resources,
     source_of,
     touches_state,
 )
@@ -71,10 +68,9 @@ _dumps = itertools.count()
 
 
 class _FirstTrace(threading.local):
-    """Per thread: the trace that the wrapper's next trace replays, if any, and the variables that it returns."""
+    """Per thread: the trace that the wrapper's next trace replays, if any."""
 
     stage: Any = None
-    found: Mapping[int, Handle] = MappingProxyType({})
 
 
 class Planner:
@@ -88,18 +84,15 @@ class Planner:
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], raw: Any, shared: SharedTraces) -> None:
         self.fn, self.options, self.shared = fn, options, shared
-        self._raw = raw
-        self._wrapped: Any = None
+        self._raw = self._jitted = raw
         self._first = _FirstTrace()
 
     @property
     def jitted(self) -> Any:
         """The `jax.jit` function that JAX traces and runs: of `fn`, or of its wrapper once `fn` returned a variable."""
-        if not self.shared.returns_variables:
-            return self._raw
-        if self._wrapped is None:
-            self._wrapped = self._returning_handles()
-        return self._wrapped
+        if self.shared.returns_variables and self._jitted is self._raw:
+            self._jitted = self._returning_handles()
+        return self._jitted
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of `jax.jit`'s `trace`; log the trace if it is new."""
@@ -129,18 +122,16 @@ class Planner:
         return stage
 
     def _traced_by_jax(self, args: Any, kwargs: Any) -> Any:
-        if self.shared.returns_variables:
-            return self.jitted.trace(*args, **kwargs)
-        with resources_returned() as found:
-            stage = self._raw.trace(*args, **kwargs)
-        if not found and not returned_variables(closed_parts(stage.jaxpr)[0]):
+        jitted = self.jitted
+        stage = jitted.trace(*args, **kwargs)
+        if jitted is not self._raw or not returned_resources(closed_parts(stage.jaxpr)[0]):
             return stage
         self.shared.returns_variables = True
-        self._first.stage, self._first.found = (stage if found else None), found
+        self._first.stage = stage
         try:
             return self.jitted.trace(*args, **kwargs)
         finally:
-            self._first.stage, self._first.found = None, {}
+            self._first.stage = None
 
     def _returning_handles(self) -> Any:
         """Return `jax.jit` of a wrapper of the function that returns handles in place of variables."""
@@ -151,8 +142,8 @@ class Planner:
             stage, first.stage = first.stage, None
             if stage is None:
                 return handles(fn(*args, **kwargs))
-            leaves = jax.tree_util.tree_leaves(handles(static.split(args, kwargs)[:2]))
-            results = replayed(*closed_parts(stage.jaxpr), leaves, first.found)
+            leaves = static.leaves(*handles((args, kwargs)))
+            results = replayed(*closed_parts(stage.jaxpr), leaves)
             return jax.tree_util.tree_unflatten(stage.out_tree, results)
 
         wrapper.__name__ = self.shared.log.name  # JAX names the program by it; a `functools.partial` has no name
@@ -246,25 +237,23 @@ class Planner:
         plan = functools.partial(CallPlan, weakref.ref(jaxpr), kept, resources, writes)
         if not home.is_local:
             runner = home.runner(traced, check=CONFIG.check, observe=observe)
-            return plan(_on_leaves(runner, traced.out_tree))
+            return plan(_on_leaves(lambda: runner, traced.out_tree))
         step = LOCAL.lower(traced, check=CONFIG.check, observe=observe)
-        is_watched, program = program_watch() is not None, functools.partial(_watched_program, traced, writes)
+        run: RunCall
+        lower: Callable[[Any, Any], LoweredStep]
+        single = None
         if step.call is None:
             lowered = step.lower()
-            compiled = functools.cache(lambda: lowered.compile(None)[0])
-
-            def run_leaves(leaves: Sequence[Any]) -> Sequence[Any]:
-                return compiled()(leaves)  # by the first call
-
-            call = _on_leaves(run_leaves, traced.out_tree)
-            return plan(watched(program(None), call) if is_watched else call, lambda args, kwargs: lowered)
-        single = self.shared.plans.single_of(identity_of(step, step.call))
-        if single is None:
-            single = SingleExecutable(step, step.call, self.jitted, self.options.get("compiler_options"))
-        run, lower = functools.partial(single.run, step), functools.partial(single.lower, step)
-        if is_watched:
-            return plan(watched(program(lower), lambda args, kwargs, _: run(args, kwargs)), lower)
-        return plan(lambda args, kwargs, _: run(args, kwargs), lower, single)
+            compiled = functools.cache(lambda: lowered.compile(None)[0])  # by the first call
+            run, lower = _on_leaves(compiled, traced.out_tree), lambda args, kwargs: lowered
+        else:
+            single = self.shared.plans.single_of(identity_of(step, step.call))
+            if single is None:
+                single = SingleExecutable(step, step.call, self.jitted, self.options.get("compiler_options"))
+            run, lower = functools.partial(single.run, step), functools.partial(single.lower, step)
+        if program_watch() is None:
+            return plan(run, lower, single)
+        return plan(watched(_watched_program(traced, writes, lower if single is not None else None), run), lower)
 
 
 def _described_static(static: Any) -> str:
@@ -296,9 +285,8 @@ def _dumper(name: str) -> Observer | None:
     return write
 
 
-def _on_leaves(runner: Runner, out_tree: Any) -> Callable[[Any, Any, list[Any]], Any]:
-    """Return a function that runs a call: it takes args, kwargs and the leaves of the traced arguments."""
-    return lambda args, kwargs, leaves: jax.tree_util.tree_unflatten(out_tree, runner(leaves))
+def _on_leaves(runner: Callable[[], Runner], out_tree: Any) -> RunCall:
+    return lambda args, kwargs, leaves: jax.tree_util.tree_unflatten(out_tree, runner()(leaves))
 
 
 def resources_in(tree: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dflow.calls.single_executable import SingleExecutable
 from dflow.lowering.state_backend import LoweredStep
+from dflow.lowering.steps.program_watch import RunCall
 from dflow.tracing.primitives.namesakes import StepResources
 
 UNKNOWN: Any = object()
@@ -35,7 +36,7 @@ class CallPlan:
     variables: tuple[Any, ...]
     resources: StepResources
     writes: frozenset[str]
-    run: Callable[[Any, Any, list[Any]], Any]
+    run: RunCall
     lower: Callable[[Any, Any], LoweredStep] | None = None
     single: SingleExecutable | None = None
 

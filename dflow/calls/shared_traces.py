@@ -20,6 +20,7 @@ from dflow.calls.static_arguments import StaticArguments
 from dflow.calls.trace_log import TraceLog
 from dflow.tracing.jax_frontend import Handle, jit_options
 from dflow.tracing.jaxprs.reachable import reachable
+from dflow.tracing.weak_by_identity import WeakDict
 
 #: Longest wait for another thread's trace, in s. Then this thread traces too, since user code may wait for it.
 TRACE_S = 60.0
@@ -76,8 +77,8 @@ class SharedTraces:
 #: The functions that this process has traced and still has, by number, the most recently traced last.
 TRACED: weakref.WeakValueDictionary[int, SharedTraces] = weakref.WeakValueDictionary()
 
-#: By the `id` of a Python function: a weak reference to it, and its shared state by options.
-_shared: dict[int, tuple[weakref.ref[Any], dict[Hashable, SharedTraces]]] = {}
+#: By Python function, its shared state by options.
+_shared: WeakDict[Callable[..., Any], dict[Hashable, SharedTraces]] = WeakDict()
 
 
 def shared_traces(fn: Callable[..., Any], jitted: Any, new: Callable[[], SharedTraces]) -> SharedTraces:
@@ -93,8 +94,7 @@ def shared_traces(fn: Callable[..., Any], jitted: Any, new: Callable[[], SharedT
         return new()
     if not may_share(fn):
         return new()
-    number = id(fn)
-    _, by_options = _shared.setdefault(number, (weakref.ref(fn, lambda _: _shared.pop(number, None)), {}))
+    by_options = _shared.setdefault(fn, {})
     found = by_options.get(options)
     if found is not None and not found.is_of(fn):
         by_options.clear()

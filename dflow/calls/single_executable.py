@@ -83,7 +83,7 @@ class SingleExecutable:
         def traced(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
             if (step := entered.step) is None:
                 raise InternalError(f"JAX traces {name} where no step of it is compiled")
-            leaves = jax.tree_util.tree_leaves(handles(static.split(args, kwargs)[:2]))
+            leaves = static.leaves(*handles((args, kwargs)))
             after, results = step.values(written, read, constants, leaves)
             return after, handles(jax.tree_util.tree_unflatten(step.traced.out_tree, results))
 
@@ -134,7 +134,7 @@ class SingleExecutable:
         if error.args and isinstance(error.args[0], str):
             error.args = (_OUR_ARGUMENT.sub(named, error.args[0]), *error.args[1:])
 
-    def run(self, step: LocalStep, args: Any, kwargs: Any) -> Any:
+    def run(self, step: LocalStep, args: Any, kwargs: Any, _: Sequence[Any] = ()) -> Any:
         """Run the step for these arguments, and compile it first if JAX has no program for them.
 
         JAX distinguishes more than a plan's key does, such as the devices of the arguments.
@@ -186,12 +186,14 @@ class SingleExecutable:
 
     @contextmanager
     def _compiling(self, step: LocalStep) -> Iterator[None]:
+        before, self._entered.step = self._entered.step, step
         try:
-            with _compiling(self._entered, step):
-                yield
+            yield
         except ValueError as error:
             self._name_state(error)
             raise
+        finally:
+            self._entered.step = before
 
     def _brought(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments on the step's device, if it has one."""
@@ -211,15 +213,6 @@ class SingleExecutable:
             return leaf
         is_elsewhere = leaf.committed and leaf.sharding.device_set != {self._device}
         return jax.device_put(leaf, self._device) if is_elsewhere else leaf
-
-
-@contextmanager
-def _compiling(entered: _Entered, step: LocalStep) -> Iterator[None]:
-    before, entered.step = entered.step, step
-    try:
-        yield
-    finally:
-        entered.step = before
 
 
 def identity_of(step: LocalStep, call: Call) -> tuple[Any, ...]:

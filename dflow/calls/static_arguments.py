@@ -31,6 +31,16 @@ class StaticArguments:
         """Return the positions of the static ones of these arguments; negative positions count from the end."""
         return {position % len(args) for position in self.positions if -len(args) <= position < len(args)}
 
+    def mapped(self, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with `change(argument)` in place of each that is not static."""
+        is_static = self.test_of(args)
+        positional = tuple(arg if is_static(place) else change(arg) for place, arg in enumerate(args))
+        return positional, {name: arg if is_static(name) else change(arg) for name, arg in kwargs.items()}
+
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the leaves of the traced arguments."""
+        return jax.tree_util.tree_leaves(self.split(args, kwargs)[:2])
+
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Return the traced arguments, the traced keyword arguments, and a hashable key of the static ones."""
         if not self.positions and not self.names:
@@ -44,9 +54,9 @@ class StaticArguments:
 
     def key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, list[Any]]:
         """Return what a trace depends on (types, static arguments, JAX's settings), and the traced leaves."""
-        traced_args, traced_kwargs, static = self.split(args, kwargs)
-        leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
-        return (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context()), leaves
+        *traced, static = self.split(args, kwargs)
+        leaves, in_tree = jax.tree_util.tree_flatten(traced)
+        return (in_tree, tuple(map(_type_key, leaves)), static, trace_context()), leaves
 
     def joined(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
