@@ -1,17 +1,30 @@
-"""Tables of the costs of a step at each task: processor time, wake-ups, messages, and the division of its time."""
+"""Tables of the costs of a step at each task: processor time, wake-ups, messages, and the division of its time.
+
+`dflow trace --summary` prints all of them, by `show_summary`; `dflow status` has that of the use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dflow.cli.tables import make_table, size_text, time_text
-from dflow.dashboard.looks import part_use
+from dflow.dashboard.looks import LOOK_S, look, part_use
+from dflow.dashboard.observing import ClusterObserver, trace
 from dflow.distributed.observe.step_times import MessageTimes, StepTimes
+from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.observing import TaskState
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
+
+#: Most rows of the tables of tasks and of messages.
+MOST_TASKS, MOST_MESSAGES = 50, 30
 
 
 def usage_table(before: Mapping[str, TaskState], now: Mapping[str, TaskState], took_s: float, *, most: int) -> Table:
@@ -83,3 +96,36 @@ def message_table(rows: Sequence[MessageTimes], *, most: int) -> Table:
     if len(rows) > most:
         table.add_row(f"{len(rows) - most} more")
     return table
+
+
+def show_summary(
+    transport: Transport,
+    coordinator: str,
+    console: Console,
+    *,
+    steps: int,
+    timeout_s: float,
+    path: Path | None = None,
+    wait: Callable[[float], object] = time.sleep,
+) -> None:
+    """Print the tables for the next `steps` steps of each worker, and write the trace to `path` unless it is None.
+
+    The use is that of the second before the trace, which costs some itself.
+
+    raises  DeadlineExceeded when no step ends within `timeout_s` seconds
+    """
+    with closing(ClusterObserver(transport, coordinator)) as observer, ThreadPoolExecutor(16) as pool:
+        before = look(observer, pool)
+        wait(LOOK_S)
+        now = look(observer, pool)
+    found, lines = trace(transport, coordinator, path, steps=steps, timeout_s=timeout_s)
+    tables = (
+        *step_tables(found.step_times()),
+        message_table(found.message_times(), most=MOST_MESSAGES),
+        usage_table(before.states, now.states, now.at_s - before.at_s, most=MOST_TASKS),
+    )
+    for table in tables:
+        if table.row_count:
+            console.print(table, Text(), sep="\n")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -65,8 +65,8 @@ def _trace_cluster(options: argparse.Namespace) -> None:
     transport, coordinator = cluster.transport, cluster.coordinator
     asked = {"steps": options.steps, "timeout_s": options.timeout}
     if options.summary:
+        from dflow.cli.cost_tables import show_summary
         from dflow.cli.status_view import make_console
-        from dflow.cli.trace_summary import show_summary
 
         show_summary(transport, coordinator, make_console(), path=path, **asked)
         return

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dflow.cli.closing_summary import closing_summary
-from dflow.cli.cost_tables import usage_table
+from dflow.cli.cost_tables import MOST_TASKS, usage_table
 from dflow.cli.status_view import Closing, progress_line, traffic_table
 from dflow.cli.tables import TaskLine, size_text, task_table
 from dflow.dashboard.looks import LOOK_S, Look, StepRate, condition, look, steps_worked, stragglers
@@ -29,7 +29,7 @@ from dflow.distributed.wire.messages.status import TaskHealth
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
 
-MOST_TASKS, MOST_EDGES = 50, 10
+MOST_EDGES = 10
 #: Colours of the conditions of tasks.
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "red"}
 

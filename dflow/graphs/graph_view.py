@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 from collections.abc import Callable, Mapping
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 
 from dflow.calls.function import Function
 from dflow.graphs.graph_drawing import drawing_of
 from dflow.graphs.graph_json import graph_json
-from dflow.graphs.graph_page import data_url, html_frame, html_page
 from dflow.graphs.graph_run import BoundGraph, Part
 from dflow.graphs.graph_svg import svg
 from dflow.tracing.ir.graph import Graph, Value
@@ -21,6 +24,13 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.state.variable_trees import handles
 from dflow.tracing.syntax.text import parse, text
+
+#: The page of a graph, with its data and its script, which `make dashboard` builds from `dflow/dashboard/web`.
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"></head>
+<body><div id="graph"></div><script type="text/plain" id="data">{data}</script><script>{script}</script></body></html>
+"""
 
 
 class GraphView:
@@ -76,7 +86,7 @@ class GraphView:
         Groups are name scopes, nested functions and source lines. The page has its script and data in it, and works
         without a network.
         """
-        return html_page(graph_json(self.graph, self._name), self._name or "graph")
+        return _html_page(graph_json(self.graph, self._name), self._name or "graph")
 
     def save(self, path: str | Path) -> None:
         """Write `html()` or `svg()` to a file, by its ending. Raises ValueError if that is not .html or .svg."""
@@ -90,10 +100,10 @@ class GraphView:
 
     def _repr_html_(self) -> str:
         # Viewers remove the frame from the output of notebooks that they do not trust; these two parts stay.
-        picture = f'<img alt="graph" src="{data_url(self.svg())}">'
+        picture = f'<img alt="graph" src="data:image/svg+xml;base64,{base64.b64encode(self.svg().encode()).decode()}">'
         folded = {"picture": picture, "text": f"<pre>{escape(str(self))}</pre>"}
         parts = (f"<details><summary>{name}</summary>{part}</details>" for name, part in folded.items())
-        return html_frame(self.html()) + "".join(parts)
+        return _html_frame(self.html()) + "".join(parts)
 
     def __str__(self) -> str:
         return text(self.graph)
@@ -115,3 +125,19 @@ def graph(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> GraphView:
     arrays = {value: leaf for value, leaf in inputs if not isinstance(leaf, jax.ShapeDtypeStruct)}
     variables = dict(zip(graph.refs, traced.variables, strict=True))
     return GraphView(graph, variables, arrays, getattr(plain, "__name__", ""))
+
+
+def _html_page(data: Any, title: str) -> str:
+    """Return the page of a graph; `data` is as `graph_json` gives it."""
+    packed = base64.b64encode(gzip.compress(msgspec.json.encode(data), mtime=0)).decode()
+    script = files("dflow").joinpath("dashboard/static/graph.js").read_text(encoding="utf-8")
+    return _PAGE.format(title=escape(title), data=packed, script=script)
+
+
+def _html_frame(page: str) -> str:
+    """Return an element that shows the page in a notebook.
+
+    A frame is a separate document: two graphs share no styles, names or scripts, and a script reaches nothing outside.
+    """
+    style = "width:100%;height:34em;border:1px solid #8886;border-radius:6px;resize:vertical"
+    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(page)}"></iframe>'

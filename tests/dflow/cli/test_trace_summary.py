@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import dflow
-from dflow.cli.trace_summary import show_summary
+from dflow.cli.cost_tables import show_summary
 from dflow.testing import memory_cluster
 
 
