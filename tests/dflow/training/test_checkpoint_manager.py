@@ -230,6 +230,8 @@ def test_a_save_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytes
         clock.now_s += 6
         with pytest.raises(dflow.DeadlineExceeded, match=r"step_0: expected the save to end within 5 s, and it still"):
             manager.step(2)
+        with pytest.raises(dflow.DeadlineExceeded, match="within 5 s"):
+            manager.wait()
         clock.now_s -= 6
 
 

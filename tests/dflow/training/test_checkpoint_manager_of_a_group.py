@@ -143,3 +143,20 @@ def test_members_that_see_other_values_of_a_step_are_told(
         assert "StrategyError: dflow.restore(" in one, one
         assert "expected the same variables with the same values on all workers, got as variable 0: worker:0: " in one
         assert one.endswith("restore from the same checkpoint on all workers")
+
+
+def test_a_checkpoint_that_worker_0_alone_sees_is_refused_and_one_that_it_lacks_is_passed_over(
+    folders: list[Path], group: Group
+) -> None:
+    def work(rank: int) -> str:
+        run = Run()
+        run.manager(folders[rank])
+        return str(run.last)
+
+    shutil.rmtree(folders[1] / "step_3")
+    for one in group.both(work):
+        assert "CheckpointError: " in one, one
+        assert "expected the same checkpoints on all workers, got no step_3 on worker:1" in one, one
+        assert one.endswith("give a folder that all workers see, as on a shared file system")
+    (folders[0] / "step_3").rename(folders[1] / "step_3")
+    assert group.both(work) == ["1", "1"]
