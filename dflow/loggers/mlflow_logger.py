@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.loggers.hyperparameters import checked
-from dflow.loggers.logger import Logger
+from dflow.loggers.logger import Logger, plain_hyperparameters
 from dflow.tracing.errors import TrainingError
 
 #: Characters that MLflow refuses in a metric's name.
@@ -49,7 +48,7 @@ class MLflow(Logger):
         self._uri, self._experiment, self._given = uri, experiment, run
         self._client: Any = None
         self._run_id = ""
-        self._hyperparameters = checked(self._name, hyperparameters)
+        self._hyperparameters = plain_hyperparameters(self._name, hyperparameters)
 
     def _open(self) -> None:
         self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)

@@ -14,8 +14,7 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.graphs.graph_view import GraphView
 from dflow.loggers.event_file import EventFile
 from dflow.loggers.graph_def import graph_def
-from dflow.loggers.hyperparameters import checked
-from dflow.loggers.logger import Logger, fixed
+from dflow.loggers.logger import Logger, fixed, plain_hyperparameters
 from dflow.tracing.errors import TrainingError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.path_names import path_name
@@ -70,7 +69,7 @@ class TensorBoard(Logger):
                 f"{histogram_every}",
                 "give variables=[w, b], histogram_every=1000",
             )
-        self._hyperparameters = checked(self._name, hyperparameters)
+        self._hyperparameters = plain_hyperparameters(self._name, hyperparameters)
         if profile is not None and not 0 <= profile[0] < profile[1]:
             raise TrainingError(
                 f"{self._name}: profile: expected two numbers of steps, the smaller first, got {profile}",

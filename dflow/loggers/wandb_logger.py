@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.loggers.hyperparameters import checked
-from dflow.loggers.logger import Logger, renamed
+from dflow.loggers.logger import Logger, plain_hyperparameters, renamed
 
 
 class WandB(Logger):
@@ -39,7 +38,7 @@ class WandB(Logger):
         self._init = {"project": project, "reinit": "create_new", **init}
         self._given = run
         self._run: Any = None
-        self._hyperparameters = checked(self._name, hyperparameters)
+        self._hyperparameters = plain_hyperparameters(self._name, hyperparameters)
 
     def _open(self) -> None:
         names: dict[str, Any] = {}
