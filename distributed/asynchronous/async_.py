@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from dflow.distributed.asynchronous.shared_steps import shared_steps
 from dflow.distributed.asynchronous.staleness_bound import SharedStep
+from dflow.distributed.asynchronous.worker_claims import claimed
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.training.batch_supply import END
-from dflow.distributed.training.claims import claimed
 from dflow.distributed.training.step_report import REPORT_S, first_not_finite, losses_of, real_scalars
 from dflow.distributed.training.strategy import Strategy, StrategyRun, arguments_of
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone

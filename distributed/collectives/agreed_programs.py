@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +19,10 @@ from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from dflow.distributed.collectives.own_resources import refuse_own_resources
 from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.training.applying import applied_to
+from dflow.distributed.training.compared_steps import settings_of
 from dflow.lowering.steps.program_watch import WatchedProgram, is_shared
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.state.resources import Variable
@@ -38,17 +41,11 @@ _REMEDY = "run the same step on all workers, and pass what differs between them 
 _SHORT = 12
 
 
-#: Returns further items to compare of a program, before its operations.
-MoreItems = Callable[[WatchedProgram], list[ListedItem]]
-
-
 @dataclass
 class _AgreedStep:
     """A step of a loop whose workers have met; `is_covered` until it has called its own program."""
 
     point: str
-    refuse: Callable[[WatchedProgram], None]
-    more: MoreItems
     is_covered: bool
 
 
@@ -73,20 +70,12 @@ class AgreedPrograms:
         self._step: ContextVar[_AgreedStep | None] = ContextVar("dflow_agreed_step", default=None)
 
     @contextmanager
-    def step(
-        self,
-        point: str,
-        refuse: Callable[[WatchedProgram], None],
-        *,
-        is_one_call: bool,
-        more: MoreItems = lambda program: [],
-    ) -> Iterator[None]:
+    def step(self, point: str, *, is_one_call: bool) -> Iterator[None]:
         """Return the context of a step, at a point that the members have come to.
 
-        refuse       raises for a program that no step of this kind may call
         is_one_call  whether the step is one call of a function of `dflow.jit`
         """
-        token = self._step.set(_AgreedStep(point, refuse, more, is_one_call))
+        token = self._step.set(_AgreedStep(point, is_one_call))
         try:
             yield
         finally:
@@ -105,9 +94,11 @@ class AgreedPrograms:
             return
         own = [] if is_agreed else [one for one in program.variables if not is_shared(one.sharding)]
         values = [array_item("variable of this process", one.name, one.read()) for one in own]
-        items = self._listing(program).items if is_agreed else listing(program.traced, step.more(program))
+        items = self._listing(program).items
+        if not is_agreed:
+            items = listing(program.traced, settings_of(applied_to(program.variables)))
         self.compare(f"a call of {program.name!r} in {step.point}", [*items, *values])
-        step.refuse(program)
+        refuse_own_resources(program)
         self._agreed.add(self._listing(program).digest)
         self._compared.update(one.key for one in own)
         step.is_covered = False

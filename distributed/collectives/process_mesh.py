@@ -19,20 +19,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.collectives.compared_variables import compare_variables
-from dflow.distributed.collectives.own_resources import refuse_own_resources
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.steps.steps_ahead import refusing_steps
-from dflow.distributed.training.applying import SharedVariables, applied_to, shared_step
-from dflow.distributed.training.compared_steps import settings_of
+from dflow.distributed.training.applying import SharedVariables, shared_step
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.program_watch import WatchedProgram
 from dflow.tracing.errors import DeviceError, StrategyError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.number_range import check_numbers
 from dflow.tracing.path_names import leaf_names
 from dflow.tracing.state.context import spreading
 from dflow.tracing.state.resources import Variable, is_variable
-from dflow.tracing.syntax.listing import ListedItem
 from dflow.tracing.weak_by_identity import WeakSet
 
 
@@ -87,8 +83,7 @@ class ProcessMesh:
         variables = SharedVariables(lambda one: not self._has(one), "strategy.variables()")
         why = "AllReduce: expected a step over variables of the mesh, got one with variables or queues on other tasks"
         remedy = "train by Hybrid, which has tables on tasks, or by Sync"
-        agreed = programs.step(point, refuse_own_resources, is_one_call=is_one_call, more=_settings)
-        with shared_step(variables), refusing_steps(why, remedy), agreed:
+        with shared_step(variables), refusing_steps(why, remedy), programs.step(point, is_one_call=is_one_call):
             yield
 
     def _has(self, variable: Any) -> bool:
@@ -212,10 +207,6 @@ def _compared(
         yield
     if group is not None:
         compare_variables(group, store, made)
-
-
-def _settings(program: WatchedProgram) -> list[ListedItem]:
-    return settings_of(applied_to(program.variables))
 
 
 def _sizes(axes: Mapping[str, int], devices: int) -> tuple[int, ...]:

@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 import jax
 from msgspec.structs import replace
 
+from dflow.distributed.asynchronous.worker_claims import claimed
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.cluster.shared_values import SharedValues
-from dflow.distributed.training.claims import claimed
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.tracing.errors import DflowError, TrainingError
 from dflow.tracing.source import caller

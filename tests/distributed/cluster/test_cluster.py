@@ -196,3 +196,25 @@ def test_a_second_worker_of_one_number_is_refused(memory: MemoryCluster, worker:
     with pytest.raises(RemoteError, match="worker:0"):
         memory.worker(0)
     assert "/job:worker/task:0" in worker.tasks
+
+
+def test_a_part_is_made_once_and_closed_before_those_that_it_was_made_of() -> None:
+    cluster, closed = dflow.connect(), list[str]()
+
+    class First:
+        def __init__(self, cluster: Cluster) -> None:
+            self.cluster = cluster
+
+        def close(self) -> None:
+            closed.append(type(self).__name__)
+
+    class Second(First):
+        def __init__(self, cluster: Cluster) -> None:
+            self.first = cluster.part(First)
+
+    second = cluster.part(Second)
+    assert cluster.part(Second) is second
+    assert cluster.part(First) is second.first
+    cluster.close()
+    cluster.close()
+    assert closed == ["Second", "First"]

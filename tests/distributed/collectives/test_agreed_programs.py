@@ -130,7 +130,7 @@ def test_a_step_that_differs_is_refused_on_all_workers_with_the_first_difference
     programs = [program_of(build(model), jnp.ones(3)) for model in models]
 
     def work(agreed: AgreedPrograms, index: int) -> None:
-        with agreed.step("step 0", refuse_own_resources, is_one_call=True):
+        with agreed.step("step 0", is_one_call=True):
             agreed.called(programs[index], (), {}, [])
 
     errors = both(work)
@@ -158,7 +158,7 @@ def test_equal_steps_are_compared_once(name: str) -> None:
 
     def work(agreed: AgreedPrograms, index: int) -> None:
         for number in range(3):
-            with agreed.step(f"step {number}", refuse_own_resources, is_one_call=True):
+            with agreed.step(f"step {number}", is_one_call=True):
                 agreed.called(programs[index], (), {}, [])
         points.append(agreed._group.meeting.words[index])  # type: ignore[attr-defined]
 
@@ -182,7 +182,7 @@ def test_another_call_within_a_step_meets_the_others() -> None:
     programs = [program_of(EQUAL["optimizer"](Model(0)), jnp.ones(3)) for _ in range(2)]
 
     def work(agreed: AgreedPrograms, index: int) -> None:
-        with agreed.step("step 0", refuse_own_resources, is_one_call=False):
+        with agreed.step("step 0", is_one_call=False):
             agreed.called(programs[index], (), {}, [])
             if index:
                 agreed.called(programs[index], (), {}, [])
@@ -197,7 +197,7 @@ def test_a_variable_of_a_process_that_steps_use_is_written_alike() -> None:
 
     def work(agreed: AgreedPrograms, index: int) -> None:
         agreed.written(models[index].w, "assign", [jnp.full(3, float(index))])  # no step has used it
-        with agreed.step("step 0", refuse_own_resources, is_one_call=True):
+        with agreed.step("step 0", is_one_call=True):
             agreed.called(programs[index], (), {}, [])
         agreed.written(models[index].w, "assign", [jnp.full(3, 7.0)])
         agreed.written(models[index].w, "assign", [jnp.full(3, float(index))])

@@ -8,13 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from dflow.distributed.asynchronous.worker_claims import claimed
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.coordinator.coordinator_events import Asked, Ticked, Told
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.traffic_totals import EDGES_TOLD
 from dflow.distributed.roles import make_coordinator
-from dflow.distributed.training.claims import claimed
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
