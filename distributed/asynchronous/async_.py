@@ -21,15 +21,13 @@ from dflow.distributed.asynchronous.shared_steps import shared_steps
 from dflow.distributed.asynchronous.staleness_bound import SharedStep
 from dflow.distributed.asynchronous.worker_claims import claimed
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.training.batch_supply import END
 from dflow.distributed.training.step_report import REPORT_S, first_not_finite, losses_of, real_scalars
 from dflow.distributed.training.strategy import Strategy, StrategyRun, arguments_of
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
-from dflow.tracing.errors import DflowError, StepEnded, StrategyError, TaskLost
+from dflow.tracing.errors import DflowError, StepEnded, TaskLost
 from dflow.tracing.near_names import suggests_keywords
-
-#: Least number of steps of a claim with lookahead: the first one's batch is not taken early.
-LEAST_CLAIM = 8
 
 
 class Async(Strategy):
@@ -70,31 +68,21 @@ class Async(Strategy):
         max_staleness: int | None = None,
         job: str = "ps",
     ) -> None:
-        for name, count in (("prefetch", prefetch), ("max_staleness", max_staleness)):
-            if count is not None and count < 0:
-                raise StrategyError(f"Async: {name}: expected at least 0, got {count}")
-        if max_staleness is not None and prefetch > max_staleness:
-            raise StrategyError(
-                f"Async: prefetch: expected at most max_staleness={max_staleness}, got {prefetch}: each step lacks as "
-                "many updates of its worker",
-                "give a smaller prefetch or a larger max_staleness",
-            )
         super().__init__(cluster)
-        self._prefetch, self._lookahead = prefetch, lookahead
-        self._max_staleness, self._job = max_staleness, job
+        self._rules, self._job = AheadRules(prefetch, lookahead, max_staleness), job
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
         with self._shared_steps(run) as shared_step:
             yield from self._steps(run, shared_step)
 
     def _shared_steps(self, run: StrategyRun) -> AbstractContextManager[SharedStep]:
-        bound, is_one_call = (self._max_staleness, self._job), hasattr(run.step, "trace")
-        return shared_steps(self.cluster, run.name, self._prefetch, *bound, is_one_call=is_one_call)
+        is_one_call = hasattr(run.step, "trace")
+        return shared_steps(self.cluster, run.name, self._rules, self._job, is_one_call=is_one_call)
 
     def _steps(self, run: StrategyRun, shared_step: SharedStep) -> Iterator[Any]:
         coordinator, task, state = self.cluster.coordinator, self.cluster.task, self.cluster.steps
-        least = LEAST_CLAIM if self._lookahead else 1
-        claim = ClaimSteps(run.name, task, run.steps, max_staleness=self._max_staleness, least=least)
+        rules = self._rules
+        claim = ClaimSteps(run.name, task, run.steps, max_staleness=rules.max_staleness, least=rules.least_claim)
         steps = claimed(coordinator, claim).steps
         reported_s = time.monotonic()
         # The batch of the step that runs, and the number of failures of this step.
@@ -157,7 +145,7 @@ class Async(Strategy):
 
     def _batches(self, run: StrategyRun, number: int, steps: range) -> tuple[Any, tuple[Any, Any] | None]:
         """Return the batch of a step, and if the next one is taken early, a pair of the two; else None."""
-        if not self._lookahead:
+        if not self._rules.lookahead:
             return run.batches.take(number), None
         run.batches.take_early(number)  # which copies it: an iterator may use its memory for the next one
         batch = run.batches.take(number)

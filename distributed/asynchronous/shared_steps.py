@@ -10,6 +10,7 @@ from typing import Any
 
 from dflow.distributed.asynchronous.staleness_bound import SharedStep, StalenessBound
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.training.applying import shared_step
 from dflow.distributed.training.compared_steps import ComparedSteps
 
@@ -17,20 +18,17 @@ LOGGER = logging.getLogger("dflow")
 
 
 @contextmanager
-def shared_steps(
-    cluster: Cluster, run: str, prefetch: int, max_staleness: int | None, job: str, *, is_one_call: bool
-) -> Iterator[SharedStep]:
+def shared_steps(cluster: Cluster, run: str, rules: AheadRules, job: str, *, is_one_call: bool) -> Iterator[SharedStep]:
     """Return the context of a loop over steps of `run`, which other workers, if there can be any, run too.
 
     It gives the context of each step. Its first argument has the number of the step in the run, and the numbers of the
     loop's next steps as far as they are known; the second, if not None, the batches of the step and of the next one.
     State that a step changes on other tasks is changed once, however often the step is tried.
 
-    prefetch       number of the loop's newest updates that the values fetched for a step may lack
-    max_staleness  number of updates by other steps that the values used in a step may lack; None for any number. A
-                   step's context then waits until the step may begin, and raises DeadlineExceeded
-    job            the job of the task that counts the steps for that
-    is_one_call    whether each step is one call of a function of `dflow.jit`, so that all workers call the same
+    rules        when steps begin on other tasks. With a bound of their staleness, a step's context waits until the step
+                 may begin, and raises DeadlineExceeded
+    job          the job of the task that counts the steps for that
+    is_one_call  whether each step is one call of a function of `dflow.jit`, so that all workers call the same
 
     What the steps write is compared with what those of the other workers write; a context raises StrategyError if it
     differs.
@@ -39,14 +37,9 @@ def shared_steps(
         yield lambda steps, batches: nullcontext()
         return
 
-    def on_refusal(why: str) -> None:
-        if prefetch:
-            LOGGER.warning("prefetch=%d has no effect: %s", prefetch, why)
-
-    on_unused = partial(LOGGER.warning, "lookahead=True has no effect: %s")
     compared = cluster.part(ComparedSteps)
     on_new = partial(compared.compare_call, run, is_one_call=is_one_call)
-    with cluster.steps.ahead(run, prefetch, on_refusal, on_unused, on_new) as loop:
+    with cluster.steps.ahead(run, rules, LOGGER.warning, on_new) as loop:
 
         @contextmanager
         def step(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
@@ -54,8 +47,8 @@ def shared_steps(
             with cluster.server.gate.step(cluster.steps.timeout_s), shared_step(), loop.iteration(steps, batches):
                 yield
 
-        if max_staleness is None:
+        if rules.max_staleness is None:
             yield step
             return
-        with StalenessBound(cluster, run, max_staleness, prefetch, job, loop).taking_part() as bound:
+        with StalenessBound(cluster, run, rules.max_staleness, job, loop).taking_part() as bound:
             yield bound.around(step)

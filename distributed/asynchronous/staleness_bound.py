@@ -32,8 +32,8 @@ _numbers = itertools.count(1)
 class StalenessBound:
     """The bound `limit` of the steps of `loop`, of the run `run`; a task of `job` is the host."""
 
-    def __init__(self, cluster: Cluster, run: str, limit: int, prefetch: int, job: str, loop: StepsAhead) -> None:
-        self._cluster, self._run, self._limit, self._prefetch, self._loop = cluster, run, limit, prefetch, loop
+    def __init__(self, cluster: Cluster, run: str, limit: int, job: str, loop: StepsAhead) -> None:
+        self._cluster, self._run, self._limit, self._loop = cluster, run, limit, loop
         place = PlaceVariable(f"{run}/staleness", "staleness", (), 0, job, kind="run", is_saved=False)
         #: Number of the newest step.
         self._number = 0
@@ -79,7 +79,7 @@ class StalenessBound:
             raise
         if held is not None and not admitted.uses_held:
             self._loop.cancel("its values would be older than max_staleness allows")
-        self._loop.admitted(admitted.version, why_not=self._why_not_ahead(admitted.workers))
+        self._loop.admitted(admitted.version, admitted.workers)
 
     def _asked(self, wait_s: float) -> StepAdmitted:
         message = BeginStep(self._run, self._cluster.task, self._number, self._limit, self._loop.held, wait_s)
@@ -95,15 +95,6 @@ class StalenessBound:
             # The coordinator sends its rosters before later answers.
             self._cluster.coordinator.ask(GetHealth(self._cluster.task), self._cluster.steps.timeout_s)
             self._known = version
-
-    def _why_not_ahead(self, workers: int) -> str:
-        """Why no step may begin ahead: its values would be too old, if all workers take the same time for a step."""
-        # Each other worker is in a step when the values are read, and begins one before the step is called and one in
-        # it. With `prefetch`, all workers do as many steps more before the call.
-        least = 3 * (workers - 1) + self._prefetch * workers
-        if self._limit >= least:
-            return ""
-        return f"max_staleness={self._limit} is below {least}, which {workers} workers need for it"
 
     def _end(self, *, is_last: bool = False) -> None:
         """Report that the step has ended, unless a task may still apply it. Ignores a host that is gone."""

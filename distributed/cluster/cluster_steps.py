@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
+from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.retries import RecoveringState
@@ -94,16 +95,13 @@ class ClusterSteps(RecoveringState):
     def ahead(
         self,
         run: str,
-        prefetch: int,
-        on_refusal: Callable[[str], None],
-        on_unused: Callable[[str], None],
+        rules: AheadRules,
+        warn: Callable[[str], None],
         on_new: Callable[[RegisteredStep], None] = lambda called: None,
     ) -> Iterator[StepsAhead]:
         """Return the context of a training loop whose steps begin ahead; see `StepsAhead`."""
         steps = self.loop_steps(run)
-        loop = StepsAhead(
-            self.server.starter, steps, prefetch, on_refusal=on_refusal, on_unused=on_unused, on_new=on_new
-        )
+        loop = StepsAhead(self.server.starter, steps, rules, warn=warn, on_new=on_new)
         self._loops.append(loop)
         try:
             yield loop

@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,13 +27,13 @@ from dflow.distributed.observe.step_counts import StepCounts
 from dflow.distributed.steps.plan_checks import check_step_of_run
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.task_channel import TaskChannel
-from dflow.distributed.wire.messages.plans import LATER
+from dflow.distributed.wire.messages.plans import Ahead
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.state.applied_steps import StepAttempt, StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution, Fetches
+from dflow.lowering.steps.execute import Begins, Execution, Fetches
 from dflow.lowering.steps.recorder import Recorder, described_end
 from dflow.lowering.steps.step_events import PART_BEGAN, PART_ENDED
 from dflow.lowering.values.outcome import Outcome
@@ -43,6 +44,25 @@ from dflow.tracing.errors import DflowError, InternalError, StepCancelled, TaskL
 def owner_of(step: StepId) -> str:
     """Return the identity of the process that started a step."""
     return f"{step.origin} {step.number // STEPS_OF_A_LIFE}"
+
+
+@dataclass(eq=False)
+class _Part:
+    """A run, from its begin to its end.
+
+    start     starts the run
+    ahead     how it began before the call of its step; None if it did not
+    began_ns  when it began
+    updates   the count of updates when it started to read
+    follower  the run that starts when this one has ended
+    """
+
+    run: Execution
+    start: Callable[[], None]
+    ahead: Ahead | None
+    began_ns: int
+    updates: int
+    follower: _Part | None = None
 
 
 class PlanRuns:
@@ -62,20 +82,17 @@ class PlanRuns:
         #: Number of ended plans of any step that changed variables.
         self._all_updates = 0
         self._lock = threading.Lock()
-        #: The runs, each with the time when it began, and the count of updates when it started to read.
-        self._runs: dict[StepId, tuple[Execution, int, int]] = {}
-        #: For a running step, the step that begins after it, its start, and whether its task calls that step next.
-        self._followers: dict[StepId, tuple[StepId, Callable[[], None], bool]] = {}
+        self._parts: dict[StepId, _Part] = {}
 
     def running(self) -> list[StepId]:
         """The steps that have a part running here, oldest first; without parts that have only begun ahead."""
         with self._lock:
-            return [step for step, (run, *_) in self._runs.items() if not run.is_ahead]
+            return [step for step, part in self._parts.items() if not part.run.is_ahead]
 
     def steps(self) -> list[StepId]:
         """The steps that have a part here, also those begun ahead."""
         with self._lock:
-            return list(self._runs)
+            return list(self._parts)
 
     def run(
         self,
@@ -84,44 +101,47 @@ class PlanRuns:
         feeds: Sequence[Any],
         on_done: Callable[[Outcome[Fetches]], None],
         *,
-        is_ahead: bool = False,
-        is_next: bool = False,
-        after: StepId | None = None,
+        ahead: Ahead | None = None,
         of: StepOfRun | None = None,
     ) -> None:
         """Run a plan as the task's part of `step`, at most one a step; see `RunPlan` for the options.
 
         on_done  called once, from any thread
-        raises   InternalError if the task runs a plan in this step, or a run begins after `after`; StepCancelled if the
-                 step has ended here; StepEnded if `of` has ended on all tasks; TaskLost if the task that started it has
-                 left, or `of` began before this task returned to a snapshot; WireError for a wrong `of`
+        raises   InternalError if the task runs a plan in this step, or another run begins after the same one;
+                 StepCancelled if the step has ended here; StepEnded if `of` has ended on all tasks; TaskLost if the
+                 task that started it has left, or `of` began before this task returned to a snapshot; WireError for a
+                 wrong `of`
         """
         runs_here = executable.is_asynchronous and executable.has_run
         submit = partial(self._do, executable) if runs_here else self._threads.submit
         ended = partial(self._ended, executable, step, on_done)
         # The task that calls the step has a deadline for it, from the call on.
-        channel = self._channel.without_deadlines if is_ahead else self._channel
-        is_numbered = of is None or of.number != LATER
-        attempt = self._attempt(step, of) if of is not None and is_numbered else None
-        run = run_of(
-            executable, self._store, channel, step, feeds, ended, submit, self._recorder, is_ahead, attempt, is_numbered
-        )
+        channel = self._channel if ahead is None else self._channel.without_deadlines
+        attempt = self._attempt(step, of) if of is not None else None
+        begins = self._begins(step, ahead)
+        run = run_of(executable, self._store, channel, step, feeds, ended, submit, self._recorder, begins, attempt)
         # Row numbers for a later step should be computed before the device is given the work of the present one.
-        is_own = is_ahead and step.origin == self._task
-        start = run.start if is_own else partial(self._start, submit, run)
+        start = run.start if begins is Begins.OWN else partial(self._start, submit, run)
         with self._lock:
-            if step in self._runs:
+            if step in self._parts:
                 raise InternalError(f"{self._task} already runs a plan in {describe(step)}")
-            if after is not None and after in self._followers:
-                raise InternalError(f"two runs of {self._task} begin after {describe(after)}")
+            before = self._parts.get(StepId(step.origin, ahead.after)) if ahead is not None else None
+            if before is not None and before.follower is not None:
+                raise InternalError(f"two runs of {self._task} begin after {describe(before.run.step)}")
             self._channel.begin(step)
-            began_ns = self._recorder.clock()
-            self._runs[step] = run, began_ns, self._all_updates
-            self._recorder.append((began_ns, PART_BEGAN, step, "", ""))
-            if after in self._runs:
-                self._followers[after] = step, start, is_next
+            part = self._parts[step] = _Part(run, start, ahead, self._recorder.clock(), self._all_updates)
+            self._recorder.append((part.began_ns, PART_BEGAN, step, "", ""))
+            if before is not None:
+                before.follower = part
                 return
         start()
+
+    def _begins(self, step: StepId, ahead: Ahead | None) -> Begins:
+        if ahead is None:
+            return Begins.CALLED
+        if step.origin == self._task:
+            return Begins.OWN
+        return Begins.AHEAD if ahead.is_numbered else Begins.UNNUMBERED
 
     def release(self, step: StepId, of: StepOfRun | None = None) -> None:
         """Let a part that began ahead change state; see `ReleaseStep`."""
@@ -140,8 +160,8 @@ class PlanRuns:
 
     def _run_of(self, step: StepId) -> Execution | None:
         with self._lock:
-            run, *_ = self._runs.get(step, (None,))
-        return run
+            part = self._parts.get(step)
+        return None if part is None else part.run
 
     def _start(self, submit: Callable[..., object], run: Execution) -> None:
         try:
@@ -163,7 +183,8 @@ class PlanRuns:
         The steps fail with TaskLost, and are done again after the return to a snapshot. `why` ends the error's text.
         """
         with self._lock:
-            blocked = [step for step, (run, *_) in self._runs.items() if run.attempt is not None and run.is_blocked]
+            runs = [part.run for part in self._parts.values()]
+        blocked = [run.step for run in runs if run.attempt is not None and run.is_blocked]
         where = f"was ended on {short_task_name(self._task)}, where it may wait for a queue"
         for step in blocked:
             self.cancel(step, TaskLost(f"{describe(step)} {where}, while {why}"))
@@ -188,40 +209,38 @@ class PlanRuns:
         outcome: Outcome[Fetches],
     ) -> None:
         with self._lock:
-            run, began_ns, started_at = self._runs.pop(step)
+            part = self._parts.pop(step)
             if isinstance(outcome, BaseException):
                 text = described_end(outcome)
             else:
                 text = ""
-                if run.attempt is not None:
-                    run.attempt.ended()
+                if part.run.attempt is not None:
+                    part.run.attempt.ended()
                 executable.has_run = True
                 if executable.updates:
-                    self._count_update(run, started_at)
-            follower = self._followers.pop(step, None) if self._followers else None
-            if follower is not None and follower[0] in self._runs:  # and was not cancelled
-                self._runs[follower[0]] = *self._runs[follower[0]][:2], self._all_updates
+                    self._count_update(part)
+            if (follower := part.follower) is not None:
+                follower.updates = self._all_updates
         self._channel.finish(step)
         ended_ns = self._recorder.clock()
         self._recorder.append((ended_ns, PART_ENDED, step, "", text))
-        self.counts.ended((ended_ns - began_ns) / 1e9, outcome)
+        self.counts.ended((ended_ns - part.began_ns) / 1e9, outcome)
         if follower is None:
             on_done(outcome)
             return
-        _, start, is_next = follower
-        if is_next:
+        if follower.ahead is not None and follower.ahead.is_next:
             # The values of the next step and the report of this one leave together.
-            start()
+            follower.start()
             run_soon(partial(on_done, outcome))
         else:
             # The report must not wait for values that the task uses later.
             on_done(outcome)
-            start()
+            follower.start()
 
-    def _count_update(self, run: Execution, started_at: int) -> None:
+    def _count_update(self, part: _Part) -> None:
         """Count a plan that has changed variables; the lock is held."""
-        if run.attempt is None or not run.attempt.is_synchronous:
-            self.missed += self._all_updates - started_at
+        if part.run.attempt is None or not part.run.attempt.is_synchronous:
+            self.missed += self._all_updates - part.updates
             self.updates += 1
         self._all_updates += 1
 

@@ -19,7 +19,7 @@ from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.connection import Ok
-from dflow.distributed.wire.messages.plans import CancelStep, RunPlan
+from dflow.distributed.wire.messages.plans import Ahead, CancelStep, RunPlan
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.steps.execute import Fetches
@@ -106,22 +106,20 @@ class StepStarter:
         handles: Mapping[str, int],
         on_over: Callable[[Outcome[Fetches]], None],
         *,
-        is_ahead: bool = False,
-        is_next: bool = False,
-        after: int = 0,
+        ahead: Ahead | None = None,
         of: StepOfRun | None = None,
     ) -> StepParts:
         """Start the plans `handles`, by task, on the other tasks of a step; `run_own` starts the one of this task.
 
-        on_over   gets the first error, also one in starting, or the outcome of this task's part when all have ended
-        is_ahead  start the plans with the next message to each task, and ahead of the call of the step, until which
-                  `cancel` leaves no trace of it; see `RunPlan`, also for `is_next`, `after` and `of`
+        on_over  gets the first error, also one in starting, or the outcome of this task's part when all have ended
+        ahead    start the plans with the next message to each task, and ahead of the call of the step, until which
+                 `cancel` leaves no trace of it; see `RunPlan`, also for `of`
         """
         parts = StepParts(handles, on_over)
         try:
             for task, peer in peers.items():
-                message = RunPlan(handles[task], step.origin, step.number, is_ahead, is_next, after, of)
-                peer.start(message, on_reply=partial(parts.ended, task), with_next=is_ahead)
+                message = RunPlan(handles[task], step.origin, step.number, ahead, of)
+                peer.start(message, on_reply=partial(parts.ended, task), with_next=ahead is not None)
         except Exception as error:
             parts.ended(self._name, error)
         return parts
@@ -134,17 +132,17 @@ class StepStarter:
         parts: StepParts,
         of: StepOfRun | None = None,
         *,
-        is_ahead: bool = False,
+        ahead: Ahead | None = None,
     ) -> None:
         """Run this task's part of a started step, unless that failed.
 
-        is_ahead  before `release_own`, do only what the feeds determine; see `CompiledPlan.own_ahead`
+        ahead  before `release_own`, do only what the feeds determine; see `Begins.OWN`
         """
         if parts.is_over:
             return
         try:
             executable = self._plans.get(handles[self._name])
-            self._runs.run(executable, step, feeds, partial(parts.ended, self._name), is_ahead=is_ahead, of=of)
+            self._runs.run(executable, step, feeds, partial(parts.ended, self._name), ahead=ahead, of=of)
         except Exception as error:
             parts.ended(self._name, error)
 

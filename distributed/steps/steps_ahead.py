@@ -32,10 +32,11 @@ from weakref import WeakSet, ref
 import jax
 import numpy as np
 
+from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages.plans import LATER, ReleaseStep
+from dflow.distributed.wire.messages.plans import Ahead, ReleaseStep
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.steps.execute import Fetches
@@ -50,8 +51,9 @@ OTHER_ARRAYS = "the function is called with other arrays than those of the batch
 
 @dataclass(eq=False)
 class BegunStep:
-    """A step whose parts on other tasks have begun; `of` may have the number `LATER`.
+    """A step whose parts on other tasks have begun.
 
+    of       its identity in the run, if it is numbered; else the call gives it the number
     version  of its values, if the run's staleness is bounded; see `staleness`
     leaves   the leaves of the arguments with which this task's own part has begun; None if it has not
     """
@@ -60,7 +62,7 @@ class BegunStep:
     peers: Mapping[str, Peer]
     parts: StepParts
     outcome: SimpleQueue[Outcome[Fetches]]
-    of: StepOfRun
+    of: StepOfRun | None
     version: int | None = None
     leaves: Sequence[Any] | None = None
 
@@ -91,9 +93,8 @@ class StepsAhead:
     """The steps begun ahead for one training loop, which one thread runs.
 
     identities  identities of the loop's steps
-    prefetch    number of the loop's newest updates that the values of a step may lack
-    on_refusal  called with the reason, at most once, if steps of the loop cannot begin ahead
-    on_unused   called with the reason, at most once, if the next batch was given to no effect
+    rules       when the steps begin
+    warn        called with a text, at most once for each option of the rules that has no effect
     on_new      called with each step that the loop calls, before its first call; may raise
     """
 
@@ -101,16 +102,16 @@ class StepsAhead:
         self,
         starter: StepStarter,
         identities: LoopSteps,
-        prefetch: int,
+        rules: AheadRules,
         *,
-        on_refusal: Callable[[str], None] = lambda why: None,
-        on_unused: Callable[[str], None] = lambda why: None,
+        warn: Callable[[str], None] = lambda text: None,
         on_new: Callable[[RegisteredStep], None] = lambda called: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._starter, self._prefetch, self._clock = starter, prefetch, clock
+        self._starter, self._rules, self._clock = starter, rules, clock
         self.identities = identities
-        self._refusals, self._unused = [on_refusal], [on_unused]
+        #: The options whose lack of effect is not reported yet.
+        self._warn, self._unwarned = warn, {"prefetch", "lookahead"}
         #: The steps that the loop has called.
         self._on_new, self._known = on_new, WeakSet[RegisteredStep]()
         #: The batches of the iteration and of the next one, if both are known.
@@ -145,12 +146,9 @@ class StepsAhead:
         """Note that the newest call has failed, so that tasks may still be applying it."""
         self.failed = self._called
 
-    def admitted(self, version: int, *, why_not: str = "") -> None:
-        """Note that the next iteration may begin, after `version` steps of the run have ended.
-
-        why_not  why no step may begin ahead in it; empty if one may
-        """
-        self._version, self._why_not = version, why_not
+    def admitted(self, version: int, workers: int) -> None:
+        """Note that the next iteration may begin, after `version` steps of the run have ended, beside these workers."""
+        self._version, self._why_not = version, self._rules.why_not(workers)
 
     @contextlib.contextmanager
     def iteration(self, steps: range, batches: tuple[Any, Any] | None = None) -> Iterator[None]:
@@ -195,24 +193,22 @@ class StepsAhead:
             why_not = "an iteration calls several functions"
         elif called.released_at_call is None:
             why_not = "the function has branches or loops on other tasks"
-        if why_not and self._refusals:
-            self._refusals.pop()(why_not)
         if why_not:
-            self._note_unused(why_not)
+            self._has_no_effect("prefetch", why_not)
+            self._has_no_effect("lookahead", why_not)
         self._may_begin = is_same and not why_not and not self._paused
         if self._calls > 1 or not is_same:
             self.cancel("the loop calls another function")
         elif self._begun_for_others(leaves):
-            self._note_unused(OTHER_ARRAYS)
+            self._has_no_effect("lookahead", OTHER_ARRAYS)
             self.cancel("the function is called with other arrays")
         with self._lock:
             begun = self._begun.popleft() if self._begun else None
         if begun is not None:
             self._called = begun.step, begun.peers
-            is_numbered = begun.of.number != LATER
-            of, released = (
-                (None, called.released_at_call or ()) if is_numbered else (self.identities.current, begun.peers)
-            )
+            of, released = None, called.released_at_call or ()
+            if begun.of is None:
+                of, released = self.identities.current, tuple(begun.peers)
             if begun.parts.is_over:  # it has failed, for instance by a wrong row number, so nothing of it is applied
                 released = ()
             try:
@@ -238,15 +234,13 @@ class StepsAhead:
         # Values that are sent before the call release nothing: the release at the call brings the number.
         numbers = self._steps if following_leaves is None else range(0)
         cancels = self._cancels
-        while (ahead := len(self._begun)) <= self._prefetch:
+        while (begun_before := len(self._begun)) < self._rules.most_begun:
             following, outcome = self._starter.next_step(), SimpleQueue[Outcome[Fetches]]()
-            after, is_next = step.number if ahead == self._prefetch else 0, self._prefetch == 0
-            of = self.identities.of(numbers[ahead + 1] if ahead + 1 < len(numbers) else LATER)
-            parts = self._starter.start(
-                following, peers, called.handles, outcome.put, is_ahead=True, is_next=is_next, after=after, of=of
-            )
+            of = self.identities.of(numbers[begun_before + 1]) if begun_before + 1 < len(numbers) else None
+            ahead = self._rules.ahead(step.number, begun_before, is_numbered=of is not None)
+            parts = self._starter.start(following, peers, called.handles, outcome.put, ahead=ahead, of=of)
             # Values that are read after the update of `step` include it too.
-            version = None if self._version is None else self._version + (after != 0)
+            version = None if self._version is None else self._version + (ahead.after != 0)
             begun = BegunStep(following, peers, parts, outcome, of, version)
             with self._lock:
                 if cancels == self._cancels:
@@ -268,7 +262,7 @@ class StepsAhead:
         if not why_not and not all(id(leaf) in place_of for leaf in leaves):
             why_not = OTHER_ARRAYS
         if why_not:
-            self._note_unused(why_not)
+            self._has_no_effect("lookahead", why_not)
         if why_not or tree != later_tree:
             return None
         found = [then[place_of[id(leaf)]] for leaf in leaves]
@@ -278,10 +272,10 @@ class StepsAhead:
         """Begin this task's own part of the next step, with the arguments of its call."""
         with self._lock:
             begun = self._begun[0] if self._begun else None
-            if begun is None or begun.of.number != LATER:
+            if begun is None or begun.of is not None:
                 return
             begun.leaves = leaves
-        self._starter.run_own(begun.step, called.handles, called.feeds(leaves), begun.parts, is_ahead=True)
+        self._starter.run_own(begun.step, called.handles, called.feeds(leaves), begun.parts, ahead=Ahead())
         begun.parts.raise_interrupt()
 
     def _begun_for_others(self, leaves: Sequence[Any]) -> bool:
@@ -290,9 +284,12 @@ class StepsAhead:
             known = self._begun[0].leaves if self._begun else None
         return known is not None and [*map(id, known)] != [*map(id, leaves)]
 
-    def _note_unused(self, why: str) -> None:
-        if self._batches is not None and self._unused:
-            self._unused.pop()(why)
+    def _has_no_effect(self, option: str, why: str) -> None:
+        """Warn, once, that an option has no effect, if it should have one now."""
+        is_used = self._rules.prefetch if option == "prefetch" else self._batches is not None
+        if is_used and option in self._unwarned:
+            self._unwarned.remove(option)
+            self._warn(f"{option}={getattr(self._rules, option)} has no effect: {why}")
 
     def state_changed(self) -> None:
         """Cancel the steps begun ahead, since this process changed state, or waited for others that may have."""

@@ -405,9 +405,7 @@ class TaskServer:
             step,
             (),
             partial(answer_run, arrival.responder),
-            is_ahead=message.is_ahead,
-            is_next=message.is_next,
-            after=StepId(message.origin, message.after) if message.is_ahead else None,
+            ahead=message.ahead,
             of=message.of,
         )
 

@@ -24,6 +24,7 @@ from dflow.lowering.steps.compile_items import ItemCompiler, ranges_of, taker
 from dflow.lowering.steps.executable import Executable, gives, takes
 from dflow.lowering.steps.execute import (
     Beginning,
+    Begins,
     CompiledItem,
     CompiledPlan,
     DoItem,
@@ -57,23 +58,14 @@ def run_of(
     on_done: OnDone,
     submit: Submit,
     recorder: Recorder = NOWHERE,
-    begins_ahead: bool = False,
+    begins: Begins = Begins.CALLED,
     attempt: StepAttempt | None = None,
-    is_numbered: bool = True,
 ) -> Execution:
-    """Return a run of a plan in `store`; see `Execution`.
-
-    begins_ahead  whether state may change only after a call of `release`, or values of the task that starts the step
-    is_numbered   whether the attempt is known; if not, `release` brings it, and values do not release the run
-    """
+    """Return a run of a plan in `store`; see `Execution`."""
     compiled = executable.compiled
     if compiled is None or compiled.store is not store:
         compiled = executable.compiled = compiled_plan(executable, store)
-    beginning, by_values = None, False
-    if begins_ahead:
-        is_own = executable.plan.task == step.origin
-        beginning, by_values = compiled.own_ahead if is_own else compiled.ahead, is_numbered and not is_own
-    return Execution(compiled, channel, step, feeds, on_done, submit, recorder, beginning, attempt, by_values)
+    return Execution(compiled, channel, step, feeds, on_done, submit, recorder, begins, attempt)
 
 
 def compiled_plan(
@@ -179,9 +171,12 @@ class _Compiler:
             },
             left=_tokens(len(groups) + sum(map(self._weight, every))),
             uses={slot: _tokens(len(self._takers[slot])) for slot in self._shared()},
-            called=_beginning(counts, set()),
-            ahead=_beginning(counts, changing),
-            own_ahead=_beginning(counts, later),
+            beginnings={
+                Begins.CALLED: _beginning(counts, set()),
+                Begins.AHEAD: (ahead := _beginning(counts, changing)),
+                Begins.UNNUMBERED: ahead,
+                Begins.OWN: _beginning(counts, later),
+            },
             slots=slots,
             fetched=taker(plan.fetches),
             states=list(states.values()),

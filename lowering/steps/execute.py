@@ -8,7 +8,7 @@ the segments that became ready to a worker thread. So do items that wait for a q
 device, and branches and loops, whose bodies are executions of their own (`loops.py`).
 
 A run may begin ahead of the task that starts the step. Until that task releases it, it changes no state, so cancelling
-it loses nothing (`Beginning`).
+it loses nothing (`Begins`).
 
 Invariants: an item runs when all that it needs is done. The first error ends an execution and cancels its pending
 operations; later arrivals are ignored. A value is freed when all items that take it have it.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -67,8 +68,17 @@ class CompiledItem(NamedTuple):
     freed: Sequence[tuple[slice, Sequence[None]]]
 
 
+class Begins(Enum):
+    """When a run begins, and when it may change state."""
+
+    CALLED = "the step is called: it may change state from the beginning"
+    AHEAD = "before the call: after the first value of the task that starts the step, or after the release"
+    UNNUMBERED = "before the call: after the release, which brings the number of the step"
+    OWN = "before the call, as the part of the task that starts the step: after the release"
+
+
 class Beginning(NamedTuple):
-    """How a run begins.
+    """The segments and tokens of a run that begins in one of these ways.
 
     first   the segments that it begins with
     held    the segments that wait for the release
@@ -92,11 +102,8 @@ class CompiledPlan:
     after_release  the same for each item that waits for some of the previous iteration: their number and the segments
     left           the tokens of the end: one for each segment and each wait
     uses           the tokens of each slot that several segments take: one for each
-    called         how a run begins that nothing holds back
-    ahead          the same for a run that begins ahead of the task that starts the step: items that may change state,
-                   and the items that need these, wait for the release
-    own_ahead      the same for the part of that task itself, which begins with the arguments of a later call: all that
-                   needs more than these arguments waits for the release
+    beginnings     how a run begins: nothing waits for a release; or items that may change state, with the items that
+                   need these; or, in the starting task's own part, all that needs more than the arguments of the call
     slots          the initial content of the slots
     fetched        returns the fetches, given the slots
     states         the variables of each call
@@ -111,9 +118,7 @@ class CompiledPlan:
     after_release: Mapping[int, tuple[int, Sequence[int]]]
     left: Tokens
     uses: Mapping[int, Tokens]
-    called: Beginning
-    ahead: Beginning
-    own_ahead: Beginning
+    beginnings: Mapping[Begins, Beginning]
     slots: Sequence[Any]
     fetched: Callable[[Sequence[Any]], Sequence[Any]]
     states: Sequence[StepState]
@@ -132,9 +137,7 @@ class Execution:
     on_done       called once, from any thread, with the fetches or with the first error
     feeds         the plan's inputs; inputs that an iteration of a loop still lacks are PENDING and come by `feed`
     recorder      records when items begin and end
-    beginning     one of the plan's; by default `called`
     attempt       the attempt at a step of a shared run that this is part of; None for other steps
-    by_values     whether the first value from the task that starts the step releases a run that begins ahead
     frame         suffix of edges: the iteration numbers of the loops around, see `channel.frame_of_turn`
     held          for an iteration of a loop: number of calls of `release_item` that an item waits for, by item
     on_item       called with each item of an iteration that is done, and its results
@@ -149,9 +152,8 @@ class Execution:
         on_done: OnDone,
         submit: Submit,
         recorder: Recorder = NOWHERE,
-        beginning: Beginning | None = None,
+        begins: Begins = Begins.CALLED,
         attempt: StepAttempt | None = None,
-        by_values: bool = False,
         frame: str = "",
         held: Mapping[int, int] | None = None,
         on_item: OnItem | None = None,
@@ -161,18 +163,18 @@ class Execution:
             raise InternalError(f"the plan of {plan.task} takes {len(plan.feeds)} feeds but was given {len(feeds)}")
         self.compiled, self.channel, self.step, self.submit, self.recorder = compiled, channel, step, submit, recorder
         self.attempt, self.frame = attempt, frame
-        self._on_done, self._on_item, self._by_values = on_done, on_item, by_values
+        self._on_done, self._on_item, self._begins = on_done, on_item, begins
         self.slots = list(compiled.slots)
         for slot, value in zip(plan.feeds, feeds, strict=True):
             self.slots[slot] = value
-        self._beginning = beginning or compiled.called
+        self._beginning = compiled.beginnings[begins]
         self._first = list(self._beginning.first)
         # `list.pop` is one operation of the interpreter, so exactly one thread takes the last token of a list, True.
         self._tokens = list(map(list, self._beginning.tokens))
         self._left = list(compiled.left)
         self._uses = {slot: list(tokens) for slot, tokens in compiled.uses.items()} if compiled.uses else {}
         #: A token until the run may change state.
-        self._unreleased = [True] if beginning is not None else []
+        self._unreleased = [True] if begins is not Begins.CALLED else []
         #: A token until the run has ended.
         self.is_open = [True]
         self.error: BaseException | None = None
@@ -329,7 +331,7 @@ class Execution:
             self.recorder.append((self.recorder.clock(), ITEM_ENDED, self.step, self.plan, index))
             if self._on_item is not None:
                 self.report(index)  # before the end of the run
-            if self._by_values and self._unreleased and self._is_of_origin(index):
+            if self._unreleased and self._begins is Begins.AHEAD and self._is_of_origin(index):
                 self.release()
             self._go_on(self.compiled.after_item.get(index, ()))
         except BaseException as error:

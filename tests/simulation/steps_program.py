@@ -24,6 +24,7 @@ from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.asynchronous.staleness_bound import SharedStep, StalenessBound
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.standalone import NoCalls
+from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
@@ -106,7 +107,7 @@ class _SimulatedAsync(Async):
 
     def _shared_steps(self, run: StrategyRun) -> AbstractContextManager[SharedStep]:
         worker: Any = self.cluster
-        return cast(StepsWorker, worker).shared_steps(run.name, self._prefetch, self._max_staleness, self._job)
+        return cast(StepsWorker, worker).shared_steps(run.name, self._rules, self._job)
 
 
 class _BoundTasks(RecoveringState):
@@ -169,14 +170,14 @@ class StepsWorker(TrainingWorker):
         self._handles: dict[Member, int] = {}
         self._starter = _Starter(member)
         self._unfinished: set[int] = set()
-        self._loop = StepsAhead(self._starter, LoopSteps(RUN, self._unfinished), 0)
+        self._loop = StepsAhead(self._starter, LoopSteps(RUN, self._unfinished), AheadRules())
         self._registered: dict[tuple[int, ...], RegisteredStep] = {}
 
     @contextmanager
-    def shared_steps(self, run: str, prefetch: int, max_staleness: int | None, job: str) -> Iterator[SharedStep]:
+    def shared_steps(self, run: str, rules: AheadRules, job: str) -> Iterator[SharedStep]:
         """Return the context of a loop whose steps begin ahead."""
         steps = LoopSteps(run, self._unfinished, lambda: self.epoch)
-        self._loop = StepsAhead(self._starter, steps, prefetch, clock=lambda: self._tasks.events.now_s)
+        self._loop = StepsAhead(self._starter, steps, rules, clock=lambda: self._tasks.events.now_s)
 
         @contextmanager
         def step(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
@@ -184,11 +185,11 @@ class StepsWorker(TrainingWorker):
                 yield
 
         try:
-            if max_staleness is None:
+            if rules.max_staleness is None:
                 yield step
             else:
                 tasks = cast(Cluster, _BoundTasks(self, self._member))
-                bound = StalenessBound(tasks, run, max_staleness, prefetch, job, self._loop)
+                bound = StalenessBound(tasks, run, rules.max_staleness, job, self._loop)
                 with bound.taking_part():
                     yield bound.around(step)
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 from dflow.lowering.state.applied_steps import StepOfRun
@@ -38,19 +40,25 @@ class ReleasePlan(Notice, frozen=True):
     handle: int
 
 
-#: Number of a step of a run that is not known yet.
-LATER = -1
+class Ahead(NamedTuple):
+    """How a part begins before the task that starts its step calls it.
+
+    after        number of an earlier step of that task, whose part must have ended before this one begins; 0 for none
+    is_next      whether that task calls the step right after `after`: the first values leave with the report that its
+                 part has ended
+    is_numbered  whether the number of the step in its run is known; if not, `ReleaseStep` brings it
+    """
+
+    after: int = 0
+    is_next: bool = False
+    is_numbered: bool = True
 
 
 class RunPlan(Request[Ok], frozen=True):
     """Run a registered plan as part of a step; answered by `Ok` when the plan has ended.
 
-    With `is_ahead`, the plan changes no state until `ReleaseStep`, or a value of `origin`, arrives. It begins when the
-    part of the step `after`, which `origin` started earlier, has ended here; 0 stands for no step. With `is_next`,
-    `origin` calls this step right after that one: the first values leave with the report that `after` has ended.
-
-    `of` is the call of a shared run's step: another attempt at it changes no state again. With the number `LATER` the
-    part waits for `ReleaseStep`, which has the number.
+    With `ahead`, the plan changes no state until `ReleaseStep`, or if the step is numbered, a value of `origin`,
+    arrives. `of` is the call of a shared run's step: another attempt at it changes no state again.
     """
 
     speaker = "origin"
@@ -58,9 +66,7 @@ class RunPlan(Request[Ok], frozen=True):
     handle: int
     origin: str
     step: int
-    is_ahead: bool = False
-    is_next: bool = False
-    after: int = 0
+    ahead: Ahead | None = None
     of: StepOfRun | None = None
 
 

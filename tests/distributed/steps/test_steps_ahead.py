@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.steps.steps_ahead import CURRENT, OTHER_ARRAYS, SHORT_S, RegisteredStep, StepsAhead
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages.plans import LATER, ReleaseStep
+from dflow.distributed.wire.messages.plans import Ahead, ReleaseStep
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.applied_steps import StepOfRun
 
@@ -28,7 +29,7 @@ class Starter:
         self.number, self.is_next = 100, False
         self.begun: list[tuple[int, int]] = []
         self.cancelled: list[int] = []
-        self.of: dict[int, StepOfRun] = {}
+        self.of: dict[int, StepOfRun | None] = {}
         #: The steps whose own part has begun ahead, each with its feeds; what happens in that part.
         self.own: list[tuple[int, list[Any]]] = []
         self.happens: Callable[[StepParts], None] = lambda parts: None
@@ -37,14 +38,14 @@ class Starter:
         self.number += 1
         return StepId(TASK, self.number)
 
-    def start(self, step: StepId, *_: Any, is_ahead: bool, is_next: bool, after: int, of: StepOfRun) -> StepParts:
-        assert is_ahead
-        self.is_next, self.of[step.number] = is_next, of
-        self.begun.append((step.number, after))
+    def start(self, step: StepId, *_: Any, ahead: Ahead, of: StepOfRun | None) -> StepParts:
+        assert ahead.is_numbered == (of is not None)
+        self.is_next, self.of[step.number] = ahead.is_next, of
+        self.begun.append((step.number, ahead.after))
         return StepParts([TASK], lambda outcome: None)
 
-    def run_own(self, step: StepId, handles: Any, feeds: list[Any], parts: StepParts, *, is_ahead: bool) -> None:
-        assert is_ahead
+    def run_own(self, step: StepId, handles: Any, feeds: list[Any], parts: StepParts, *, ahead: Ahead) -> None:
+        assert ahead == Ahead()
         self.own.append((step.number, feeds))
         self.happens(parts)
 
@@ -70,14 +71,12 @@ class Loop:
 
     def __init__(self, prefetch: int = 0, claims: Sequence[int] = (100,)) -> None:
         self.starter, self.now_s = Starter(), 100.0
-        self.refusals: list[str] = []
-        self.unused: list[str] = []
+        self.warnings: list[str] = []
         self.ahead = StepsAhead(
             cast(StepStarter, self.starter),
             LoopSteps("run", set()),
-            prefetch,
-            on_refusal=self.refusals.append,
-            on_unused=self.unused.append,
+            AheadRules(prefetch, lookahead=True),
+            warn=self.warnings.append,
             clock=lambda: self.now_s,
         )
         ends = itertools.accumulate(claims)
@@ -137,7 +136,7 @@ def test_each_step_has_its_index_from_the_start_or_from_its_release(prefetch: in
     for number, of in loop.starter.of.items():
         if number in loop.calls:
             assert (of == loop.calls[number]) != (released.get(number) == loop.calls[number])
-            assert (of.number == LATER) == (number in released)
+            assert (of is None) == (number in released)
     assert [loop.calls[number].number for number in sorted(loop.calls)] == list(range(12))
 
 
@@ -200,16 +199,18 @@ def test_a_loop_of_alternating_functions_begins_nothing() -> None:
     loop, steps = Loop(1), [registered(), registered()]
     for number in range(6):
         loop.call(steps[number % 2])
-    assert (loop.starter.begun, loop.refusals) == ([], [])
+    assert (loop.starter.begun, loop.warnings) == ([], [])
 
 
 def test_a_refusal_is_reported_once() -> None:
     unknown = RegisteredStep({}, None)
-    loop = Loop()
+    loop, unused = Loop(1), Loop()
     for _ in range(3):
         loop.call(unknown)
+        unused.call(unknown)
     assert loop.starter.begun == []
-    assert loop.refusals == ["the function has branches or loops on other tasks"]
+    assert loop.warnings == ["prefetch=1 has no effect: the function has branches or loops on other tasks"]
+    assert unused.warnings == []
 
 
 def test_a_change_of_state_cancels_and_is_waited_out() -> None:
@@ -248,9 +249,9 @@ def test_the_own_part_of_the_next_step_begins_with_its_batch(prefetch: int) -> N
     for (_, feeds), expected in zip(loop.starter.own, batches[2:], strict=True):
         assert [*map(id, feeds)] == [*map(id, expected)]
     # Values that are sent ahead release nothing.
-    assert all(of.number == LATER for number, of in loop.starter.of.items() if number in called[2:])
+    assert all(of is None for number, of in loop.starter.of.items() if number in called[2:])
     assert {notice.step for notice in loop.peer.released} == {*called[2:]}
-    assert (loop.starter.cancelled, loop.unused) == ([], [])
+    assert (loop.starter.cancelled, loop.warnings) == ([], [])
 
 
 def test_the_leaves_of_a_call_may_be_some_of_the_batch_in_another_order() -> None:
@@ -280,7 +281,7 @@ def test_a_batch_of_other_types_is_not_begun(following: Any) -> None:
     loop, step = Loop(), registered()
     loop.call(step, leaves=batch(0), following=batch(1))
     loop.call(step, leaves=batch(1), following=following)
-    assert (loop.starter.own, loop.unused) == ([], [])
+    assert (loop.starter.own, loop.warnings) == ([], [])
 
 
 def test_a_call_with_other_arrays_than_those_begun_cancels_them() -> None:
@@ -291,14 +292,14 @@ def test_a_call_with_other_arrays_than_those_begun_cancels_them() -> None:
     (ahead, _) = loop.starter.own[-1]
     assert loop.call(step, leaves=batch(2), following=batches[3]) != [ahead]
     assert loop.starter.cancelled == [ahead]
-    assert loop.unused == [OTHER_ARRAYS]
+    assert loop.warnings == [f"lookahead=True has no effect: {OTHER_ARRAYS}"]
 
 
 def test_why_own_parts_cannot_begin_is_reported_once() -> None:
     loop, step = Loop(), RegisteredStep({}, (), why_not_own="it rains")
     for now, then in itertools.pairwise(map(batch, range(5))):
         loop.call(step, leaves=now, following=then)
-    assert (loop.starter.own, loop.unused, loop.refusals) == ([], ["it rains"], [])
+    assert (loop.starter.own, loop.warnings) == ([], ["lookahead=True has no effect: it rains"])
 
 
 def test_of_a_step_that_has_failed_before_its_call_nothing_is_released() -> None:

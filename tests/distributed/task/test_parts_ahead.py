@@ -13,7 +13,7 @@ from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages.connection import Introduce, Ok
-from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, ReleaseStep, RunPlan
+from dflow.distributed.wire.messages.plans import Ahead, CancelStep, Registered, RegisterPlan, ReleaseStep, RunPlan
 from dflow.distributed.wire.messages.transfers import Values
 from dflow.lowering.programs.program import export_program
 from dflow.lowering.state.applied_steps import StepOfRun
@@ -75,7 +75,7 @@ def waits(server: TaskServer) -> int:
 def test_a_part_sends_values_and_changes_nothing_until_it_gets_one(cluster: Cluster) -> None:
     client = Client(cluster)
     handle = client.register(cluster, *FETCH, *UPDATE, COUNT)
-    client.run(handle, 1, is_ahead=True)
+    client.run(handle, 1, ahead=Ahead())
     assert client.next() == [("values", 1)]
     assert (read(cluster, "count"), cluster.ps.statistics().running) == ([0, 0, 0], 0)
     client.give(1)
@@ -85,7 +85,7 @@ def test_a_part_sends_values_and_changes_nothing_until_it_gets_one(cluster: Clus
 
 def test_a_release_lets_it_change_state(cluster: Cluster) -> None:
     client = Client(cluster)
-    client.run(client.register(cluster, *FETCH, *UPDATE, COUNT), 1, is_ahead=True)
+    client.run(client.register(cluster, *FETCH, *UPDATE, COUNT), 1, ahead=Ahead())
     assert client.next() == [("values", 1)]
     for _ in range(2):  # the second does nothing
         client.peer.notify(ReleaseStep(CLIENT, 1))
@@ -102,8 +102,8 @@ def test_a_release_lets_it_change_state(cluster: Cluster) -> None:
 def test_a_cancelled_part_leaves_nothing(cluster: Cluster) -> None:
     client = Client(cluster)
     handle = client.register(cluster, *FETCH, *UPDATE, COUNT)
-    client.run(handle, 1, is_ahead=True)
-    client.run(handle, 2, is_ahead=True, after=1)
+    client.run(handle, 1, ahead=Ahead())
+    client.run(handle, 2, ahead=Ahead(1))
     assert client.next() == [("values", 1)]
     for step in (2, 1):
         client.peer.call(CancelStep(CLIENT, step, "the loop ended"), timeout_s=DEADLINE_S)
@@ -118,7 +118,7 @@ def test_a_part_ahead_begins_after_another_step_with_values_of_its_update(cluste
     client = Client(cluster)
     handle = client.register(cluster, *FETCH, *UPDATE)
     client.run(handle, 1)
-    client.run(handle, 2, is_ahead=True, is_next=is_next, after=1)
+    client.run(handle, 2, ahead=Ahead(1, is_next=is_next))
     assert client.next() == [("values", 1)]
     client.give(1)
     # The worker waits for the values of the step that it calls next, and not for those of a later one.
@@ -137,7 +137,7 @@ def test_a_step_begins_at_once_if_the_one_before_has_ended(cluster: Cluster) -> 
     client.run(handle, 1)
     client.give(1)
     assert sorted(client.next(2)) == [("report", 1), ("values", 1)]
-    client.run(handle, 2, is_ahead=True, is_next=True, after=1)
+    client.run(handle, 2, ahead=Ahead(1, is_next=True))
     assert client.next() == [("values", 2)]
 
 
@@ -146,15 +146,15 @@ def test_two_steps_ahead_after_the_same_step_are_refused(cluster: Cluster) -> No
     handle = client.register(cluster, *FETCH, *UPDATE)
     client.run(handle, 1)
     assert client.next() == [("values", 1)]
-    client.run(handle, 2, is_ahead=True, after=1)
-    client.run(handle, 3, is_ahead=True, after=1)
+    client.run(handle, 2, ahead=Ahead(1))
+    client.run(handle, 3, ahead=Ahead(1))
     assert client.next() == [("InternalError", 3)]
     assert Ok() == client.peer.call(CancelStep(CLIENT, 1, "enough"), timeout_s=DEADLINE_S).message
 
 
 def test_a_part_ahead_waits_without_a_deadline(cluster: Cluster) -> None:
     client = Client(cluster)
-    client.run(client.register(cluster, *FETCH, *UPDATE), 1, is_ahead=True)
+    client.run(client.register(cluster, *FETCH, *UPDATE), 1, ahead=Ahead())
     assert client.next() == [("values", 1)]
     until(lambda: waits(cluster.ps) == 1)
     assert cluster.ps.channel.oldest_wait() == ""
@@ -165,7 +165,7 @@ def test_updates_by_other_steps_after_the_read_are_counted(cluster: Cluster) -> 
     client = Client(cluster)
     handle = client.register(cluster, *FETCH, *UPDATE)
     for step in (1, 2, 3):
-        client.run(handle, step, is_ahead=True)
+        client.run(handle, step, ahead=Ahead())
         assert client.next() == [("values", step)]
     for step, missed in ((2, 0), (1, 1), (3, 3)):
         client.give(step)

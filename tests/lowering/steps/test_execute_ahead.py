@@ -15,6 +15,7 @@ from dflow.lowering.state.store import Store
 from dflow.lowering.steps import compile_items
 from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
+from dflow.lowering.steps.execute import Begins
 from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
 from dflow.lowering.values.payload_layout import PayloadLayout
 
@@ -72,7 +73,7 @@ class Run:
             self.feeds,
             self.done.append,
             lambda work: work(),
-            begins_ahead=True,
+            begins=Begins.OWN if self.plan.task == ORIGIN else Begins.AHEAD,
         )
 
 
