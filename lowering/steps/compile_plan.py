@@ -157,6 +157,7 @@ class _Compiler:
         slots: list[Any] = [None] * plan.slots
         for slot, value in executable.scalars:
             slots[slot] = value
+        # Segments that wait for the release, in each of the ways of `Begins`.
         changing = {number for number, group in enumerate(groups.values()) if not executable.changing.isdisjoint(group)}
         later = {number for number, (_, kind) in enumerate(groups) if kind is not _Kind.OF_FEEDS}
         return CompiledPlan(
@@ -171,12 +172,7 @@ class _Compiler:
             },
             left=_tokens(len(groups) + sum(map(self._weight, every))),
             uses={slot: _tokens(len(self._takers[slot])) for slot in self._shared()},
-            beginnings={
-                Begins.CALLED: _beginning(counts, set()),
-                Begins.AHEAD: (ahead := _beginning(counts, changing)),
-                Begins.UNNUMBERED: ahead,
-                Begins.OWN: _beginning(counts, later),
-            },
+            beginnings=[_beginning(counts, held) for held in (set(), changing, changing, later)],
             slots=slots,
             fetched=taker(plan.fetches),
             states=list(states.values()),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -68,13 +68,13 @@ class CompiledItem(NamedTuple):
     freed: Sequence[tuple[slice, Sequence[None]]]
 
 
-class Begins(Enum):
-    """When a run begins, and when it may change state."""
+class Begins(IntEnum):
+    """When a run begins, and when it may change state: an index, since the hash of an enum is a call."""
 
-    CALLED = "the step is called: it may change state from the beginning"
-    AHEAD = "before the call: after the first value of the task that starts the step, or after the release"
-    UNNUMBERED = "before the call: after the release, which brings the number of the step"
-    OWN = "before the call, as the part of the task that starts the step: after the release"
+    CALLED = 0  # by the call of the step: it may change state from the beginning
+    AHEAD = 1  # before the call: after the first value of the task that starts the step, or after the release
+    UNNUMBERED = 2  # before the call: after the release, which brings the number of the step
+    OWN = 3  # before the call, as the part of the task that starts the step: after the release
 
 
 class Beginning(NamedTuple):
@@ -102,8 +102,8 @@ class CompiledPlan:
     after_release  the same for each item that waits for some of the previous iteration: their number and the segments
     left           the tokens of the end: one for each segment and each wait
     uses           the tokens of each slot that several segments take: one for each
-    beginnings     how a run begins: nothing waits for a release; or items that may change state, with the items that
-                   need these; or, in the starting task's own part, all that needs more than the arguments of the call
+    beginnings     by `Begins`, how a run begins: nothing waits for a release; or items that may change state, with the
+                   items that need these; or, in the own part, all that needs more than the arguments of the call
     slots          the initial content of the slots
     fetched        returns the fetches, given the slots
     states         the variables of each call
@@ -118,7 +118,7 @@ class CompiledPlan:
     after_release: Mapping[int, tuple[int, Sequence[int]]]
     left: Tokens
     uses: Mapping[int, Tokens]
-    beginnings: Mapping[Begins, Beginning]
+    beginnings: Sequence[Beginning]
     slots: Sequence[Any]
     fetched: Callable[[Sequence[Any]], Sequence[Any]]
     states: Sequence[StepState]
@@ -334,9 +334,12 @@ class Execution:
             if self._unreleased and self._begins is Begins.AHEAD and self._is_of_origin(index):
                 self.release()
             self._go_on(self.compiled.after_item.get(index, ()))
-        except BaseException as error:
-            self._fail(index, failure_of_arrival(error))
-            raise_interrupt(error)
+        except Exception as error:
+            self._fail(index, error)
+        except BaseException:  # an interrupt, which is for this thread; but without an error the step would hang
+            text = "the thread that brought what this step waited for was interrupted"
+            self._fail(index, StepCancelled(text))
+            raise
 
     def _go_on(self, segments: Sequence[int]) -> None:
         """Continue after one wait that these segments come after."""
@@ -392,13 +395,3 @@ class Execution:
             except IndexError:  # another thread took it
                 return
             cancel(error)
-
-
-def failure_of_arrival(error: BaseException) -> BaseException:
-    """Return the error of a step, from one raised while the producer's thread delivered what the step waited for.
-
-    The step must fail there, or it would hang. An interrupt is for that thread, and cancels the step.
-    """
-    if isinstance(error, Exception):
-        return error
-    return StepCancelled("the thread that brought what this step waited for was interrupted")
