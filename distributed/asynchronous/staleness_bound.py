@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from dflow.distributed.asynchronous.staleness_messages import BeginStep, EndStep, StepAdmitted
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.steps.steps_ahead import StepsAhead
 from dflow.distributed.training.long_wait import waited_for
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.plans import CancelStep
-from dflow.distributed.wire.messages.rounds import BeginStep, EndStep, StepAdmitted
 from dflow.distributed.wire.messages.status import GetHealth
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed

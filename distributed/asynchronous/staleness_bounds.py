@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from dflow.distributed.asynchronous.staleness import AdmitStep, BoundedSteps, StalenessCommand
+from dflow.distributed.asynchronous.staleness_messages import BeginStep, EndStep, StepAdmitted
 from dflow.distributed.steps.step_starter import first_of_a_life
 from dflow.distributed.transport.base import Responder
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.rounds import BeginStep, EndStep, StepAdmitted
 from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 

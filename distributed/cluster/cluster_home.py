@@ -33,10 +33,7 @@ from dflow.distributed.cluster.variable_batch import (
     on_host,
     settle,
 )
-from dflow.distributed.task.variable_layout import layout_of
-from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
-from dflow.distributed.wire.messages.checkpoints import (
+from dflow.distributed.task.checkpoint_messages import (
     CaptureVariables,
     DividedVariable,
     EndCapture,
@@ -46,6 +43,9 @@ from dflow.distributed.wire.messages.checkpoints import (
     SaveVariables,
     VariablePart,
 )
+from dflow.distributed.task.variable_layout import layout_of
+from dflow.distributed.transport.base import Reply
+from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
 from dflow.lowering.files.object_path import Place

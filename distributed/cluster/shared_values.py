@@ -13,14 +13,14 @@ import jax
 from dflow.distributed.cluster.cluster_resources import task_of_resource
 from dflow.distributed.cluster.cluster_steps import ClusterSteps
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
-from dflow.distributed.wire.codec import decode_arrays
-from dflow.distributed.wire.messages.checkpoints import (
+from dflow.distributed.task.checkpoint_messages import (
     CaptureVariables,
     EndCapture,
     EndShare,
     ReadCapture,
     ShareCapture,
 )
+from dflow.distributed.wire.codec import decode_arrays
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.tracing.errors import DflowError
 from dflow.tracing.state.resources import Variable

@@ -15,9 +15,9 @@ from typing import Any
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.collectives.all_reduce import AllReduce
 from dflow.distributed.collectives.dense_gradients import DenseGradients
+from dflow.distributed.synchronous.round_messages import RoundOpen
 from dflow.distributed.synchronous.round_part import RoundPart
 from dflow.distributed.training.strategy import StrategyRun
-from dflow.distributed.wire.messages.rounds import RoundOpen
 from dflow.tracing.errors import DflowError, InternalError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
 

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.distributed.collectives.dense_gradients import DenseGradients
+from dflow.distributed.synchronous.round_messages import accumulator_on
 from dflow.distributed.training.applying import GivenOptimizer, applying
 from dflow.distributed.training.strategy import arguments_of
-from dflow.distributed.wire.messages.rounds import accumulator_on
 from dflow.tracing.devices.device import device_scope
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.ir.types import RowsType

@@ -22,13 +22,7 @@ from dflow.distributed.cluster.cluster_steps import written_on_tasks
 from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.dense_gradients import DenseGradients, DenseStep
 from dflow.distributed.synchronous.round_gradients import Gradients, GradientTypes, each_of, leaves_of, together
-from dflow.distributed.training.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
-from dflow.distributed.training.compared_steps import ComparedSteps, settings_of
-from dflow.distributed.training.long_wait import waited_for
-from dflow.distributed.training.strategy import arguments_of
-from dflow.distributed.wire.codec import encode_arrays
-from dflow.distributed.wire.messages.placement import PlaceVariable
-from dflow.distributed.wire.messages.rounds import (
+from dflow.distributed.synchronous.round_messages import (
     LeaveRounds,
     NextRound,
     OpenRounds,
@@ -36,6 +30,12 @@ from dflow.distributed.wire.messages.rounds import (
     RoundOpen,
     RoundsAgreed,
 )
+from dflow.distributed.training.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
+from dflow.distributed.training.compared_steps import ComparedSteps, settings_of
+from dflow.distributed.training.long_wait import waited_for
+from dflow.distributed.training.strategy import arguments_of
+from dflow.distributed.wire.codec import encode_arrays
+from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, StepCancelled, StrategyError
 from dflow.tracing.jax_frontend import closed_parts, current_trace

@@ -23,13 +23,7 @@ import msgspec
 
 from dflow.distributed.steps.plan_checks import MAX_COUNT
 from dflow.distributed.steps.step_gate import StepGate
-from dflow.distributed.synchronous.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
-from dflow.distributed.task.task_resources import TaskResources
-from dflow.distributed.transport.base import OnReply, Reply, Responder
-from dflow.distributed.wire.codec import decode_arrays
-from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.rounds import (
+from dflow.distributed.synchronous.round_messages import (
     LeaveRounds,
     NextRound,
     OpenRounds,
@@ -39,6 +33,12 @@ from dflow.distributed.wire.messages.rounds import (
     RoundsLeft,
     accumulator_on,
 )
+from dflow.distributed.synchronous.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
+from dflow.distributed.task.task_resources import TaskResources
+from dflow.distributed.transport.base import OnReply, Reply, Responder
+from dflow.distributed.wire.codec import decode_arrays
+from dflow.distributed.wire.failures import error_of
+from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.mailbox import Mailbox

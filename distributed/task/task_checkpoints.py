@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.task.arrivals import Handled
-from dflow.distributed.wire.codec import Payload, decode_arrays, encode_arrays
-from dflow.distributed.wire.messages.checkpoints import (
+from dflow.distributed.task.checkpoint_messages import (
     CapturedArrays,
     CaptureVariables,
     DividedVariable,
@@ -36,6 +35,7 @@ from dflow.distributed.wire.messages.checkpoints import (
     ShareCapture,
     VariablePart,
 )
+from dflow.distributed.wire.codec import Payload, decode_arrays, encode_arrays
 from dflow.distributed.wire.messages.connection import Arrays
 from dflow.distributed.wire.messages.message import Request
 from dflow.lowering.files.array_files import piece, write_parts

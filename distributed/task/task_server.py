@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from dflow.distributed.asynchronous.staleness_bounds import StalenessBounds
+from dflow.distributed.asynchronous.staleness_messages import BeginStep, EndStep
 from dflow.distributed.coordinator.variable_directory import REMEDY
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.processor_use import processor_use
@@ -40,6 +41,7 @@ from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.steps.step_gate import StepGate, prepared
 from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
+from dflow.distributed.synchronous.round_messages import LeaveRounds, NextRound, OpenRounds, ProposeRounds
 from dflow.distributed.synchronous.step_aggregator import StepAggregator
 from dflow.distributed.task.arrivals import (
     Arrival,
@@ -80,14 +82,6 @@ from dflow.distributed.wire.messages.plans import (
 )
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, ForgetFed, GetFed
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
-from dflow.distributed.wire.messages.rounds import (
-    BeginStep,
-    EndStep,
-    LeaveRounds,
-    NextRound,
-    OpenRounds,
-    ProposeRounds,
-)
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
 from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.queues.channel import StepId

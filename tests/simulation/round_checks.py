@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from dflow.distributed.synchronous.round_messages import RoundOpen
 from dflow.distributed.wire.messages.roster import Roster
-from dflow.distributed.wire.messages.rounds import RoundOpen
 from tests.simulation.checks import Require
 
 #: Length of a gradient: more than the gradients of a schedule.

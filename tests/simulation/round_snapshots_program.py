@@ -18,11 +18,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.synchronous.round_messages import RoundOpen
 from dflow.distributed.synchronous.sync import Sync
 from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CreateResource
-from dflow.distributed.wire.messages.rounds import RoundOpen
 from dflow.lowering.programs.program import Program
 from dflow.lowering.steps.plan import Call, Scalar, UseResource
 from dflow.tracing.ir import ops

@@ -18,12 +18,7 @@ from msgspec.structs import replace
 
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.steps.step_starter import StepParts, cancel_elsewhere
-from dflow.distributed.synchronous.sync import Sync
-from dflow.distributed.transport.base import Peer, Reply
-from dflow.distributed.wire.messages.message import Answer, Request
-from dflow.distributed.wire.messages.plans import RunPlan
-from dflow.distributed.wire.messages.resources import CreateResource
-from dflow.distributed.wire.messages.rounds import (
+from dflow.distributed.synchronous.round_messages import (
     LeaveRounds,
     NextRound,
     OpenRounds,
@@ -31,6 +26,11 @@ from dflow.distributed.wire.messages.rounds import (
     RoundOpen,
     accumulator_on,
 )
+from dflow.distributed.synchronous.sync import Sync
+from dflow.distributed.transport.base import Peer, Reply
+from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.plans import RunPlan
+from dflow.distributed.wire.messages.resources import CreateResource
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.execute import Fetches

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.task.checkpoint_messages import ReadPiece
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
-from dflow.distributed.wire.messages.checkpoints import ReadPiece
 from dflow.lowering.files import divided_array
 from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.files.divided_array import DividedArray

@@ -15,9 +15,9 @@ import pytest
 import dflow
 from dflow.distributed import Async
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.task.checkpoint_messages import CaptureVariables, EndShare, ReadCapture, ShareCapture
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.wire.codec import decode_arrays
-from dflow.distributed.wire.messages.checkpoints import CaptureVariables, EndShare, ReadCapture, ShareCapture
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.ir.types import ArrayType

@@ -18,8 +18,7 @@ import pytest
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.task import task_checkpoints
-from dflow.distributed.task.task_checkpoints import TaskCheckpoints
-from dflow.distributed.wire.messages.checkpoints import (
+from dflow.distributed.task.checkpoint_messages import (
     CaptureVariables,
     EndCapture,
     EndRestore,
@@ -27,6 +26,7 @@ from dflow.distributed.wire.messages.checkpoints import (
     SavedVariable,
     SaveVariables,
 )
+from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.lowering.files.array_files import ArrayFiles, read_arrays
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.state.store import Store

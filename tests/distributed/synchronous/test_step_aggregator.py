@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.steps.step_gate import StepGate
-from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
-from dflow.distributed.wire.codec import encode_arrays
-from dflow.distributed.wire.messages.connection import Ok
-from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.rounds import (
+from dflow.distributed.synchronous.round_messages import (
     LeaveRounds,
     NextRound,
     OpenRounds,
@@ -24,6 +20,10 @@ from dflow.distributed.wire.messages.rounds import (
     RoundsAgreed,
     RoundsLeft,
 )
+from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
+from dflow.distributed.wire.codec import encode_arrays
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.state.applied_steps import StepOfRun

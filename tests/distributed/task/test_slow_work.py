@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from dflow.distributed.steps import plan_registry
+from dflow.distributed.task.checkpoint_messages import ReadCheckpoint, SaveVariables
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.task.variable_creation import VariableCreation
 from dflow.distributed.transport.base import Peer, PendingReply, Transport
 from dflow.distributed.transport.link import Limits, on_reader_thread
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.checkpoints import ReadCheckpoint, SaveVariables
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan, RunPlan

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dflow.distributed.synchronous.round_messages import LeaveRounds, NextRound, OpenRounds, ProposeRounds
 from dflow.distributed.task import task_server
 from dflow.distributed.task.arrivals import Arrival
 from dflow.distributed.task.request_queues import MOST_OF_A_TASK
@@ -25,7 +26,6 @@ from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, Ta
 from dflow.distributed.wire.messages.plans import CancelStep, RegisterPlan, RunPlan
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
-from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.wire.messages.variables import (
     ForgetState,

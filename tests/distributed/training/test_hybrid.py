@@ -13,8 +13,8 @@ import dflow
 from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.dense_gradients import DenseGradients
 from dflow.distributed.synchronous import hybrid, round_part
+from dflow.distributed.synchronous.round_messages import RoundOpen
 from dflow.distributed.training.open_runs import OpenRuns
-from dflow.distributed.wire.messages.rounds import RoundOpen
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 
 
