@@ -19,6 +19,7 @@ import optax
 import dflow
 from benchmarks._train import train
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.state_backends import LOCAL
 
@@ -34,7 +35,8 @@ def main() -> None:
     given = parser.parse_args()
     transport = SocketTransport()
     clusters = [
-        Cluster(given.coordinator, transport, job="worker", index=index, store=LOCAL.store) for index in given.indices
+        join_cluster(given.coordinator, transport, job="worker", index=index, store=LOCAL.store)
+        for index in given.indices
     ]
     steps = [make_step(cluster) for cluster in clusters]
 

@@ -23,6 +23,7 @@ from dflow.distributed.process import parent_watch
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.freed_memory import keep_freed_memory
 from dflow.distributed.standalone import standalone
+from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.security.configuration import choose_security
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
@@ -93,7 +94,7 @@ def connect(
     sidecars = _attend(spec)
     listens = listening_address(address or spec.listens, spec.coordinator)
     with _told_while_it_takes_long(spec):
-        joined = Cluster(
+        joined = join_cluster(
             spec.coordinator,
             transport,
             job=spec.job,

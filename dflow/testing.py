@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.roles import make_coordinator
+from dflow.distributed.task_role import join_cluster, start_task
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.graphs.compiled_functions import CompiledFunctions
 from dflow.state_backends import LOCAL
@@ -22,13 +22,13 @@ class MemoryCluster:
         self.coordinator = make_coordinator(self.network, "", {"ps": ps, "worker": workers})
         #: The parameter tasks, by short name.
         self.tasks = {
-            f"ps:{index}": StockTask(self.network, task_name("ps", index), self.coordinator.address, address="")
+            f"ps:{index}": start_task(self.network, task_name("ps", index), self.coordinator.address, address="")
             for index in range(ps)
         }
 
     def worker(self, index: int = 0, settings: ClusterSettings | None = None) -> Cluster:
         """Join as worker `index`, and return its cluster; close that before this one."""
-        cluster = Cluster(
+        cluster = join_cluster(
             self.coordinator.address,
             self.network,
             job="worker",

@@ -1,4 +1,7 @@
-"""What each role of a cluster is made of: its parts, in the order in which they hear of an event."""
+"""What the role of the coordinator is made of: its parts, in the order in which they hear of an event.
+
+`task_role.py` has that of a task.
+"""
 
 from __future__ import annotations
 

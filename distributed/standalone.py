@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from dflow.distributed.cluster.cluster import LOCAL_JOB, Cluster
 from dflow.distributed.roles import make_coordinator
+from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store
 
@@ -34,7 +35,7 @@ def standalone(store: Store) -> Cluster:
     """Return a cluster whose only task is this process, with a coordinator in it, and without threads and sockets."""
     network = MemoryNetwork(is_threaded=False)
     coordinator = make_coordinator(network, "", {LOCAL_JOB: 1}, tick_s=None)
-    return Cluster(
+    return join_cluster(
         coordinator.address,
         network,
         job=LOCAL_JOB,

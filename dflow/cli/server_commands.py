@@ -93,10 +93,10 @@ def _be_task(options: argparse.Namespace) -> int:
     keep_freed_memory(has_threads=False)
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
-    from dflow.distributed.cluster.stock_task import serve_task
     from dflow.distributed.detection.cluster_spec import Variables
     from dflow.distributed.detection.detect import task_index
     from dflow.distributed.detection.this_host import listening_address
+    from dflow.distributed.task_role import run_task
 
     index = task_index(Variables("dflow task", os.environ)) if options.index is None else options.index
     cluster, listens = ClusterOptions(options), options.address
@@ -105,7 +105,7 @@ def _be_task(options: argparse.Namespace) -> int:
         listens = cluster.file.spec(options.job, index).listens if cluster.file else read("DFLOW_ADDRESS")
     address = listening_address(listens, coordinator)
     with _told_who_listens(address):
-        return serve_task(
+        return run_task(
             stop,
             cluster.transport,
             task_name(options.job, index),

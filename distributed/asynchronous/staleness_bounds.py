@@ -10,38 +10,44 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import ClassVar
 
 from dflow.distributed.asynchronous.staleness import AdmitStep, BoundedSteps, StalenessCommand
 from dflow.distributed.asynchronous.staleness_messages import BeginStep, EndStep, StepAdmitted
 from dflow.distributed.steps.step_starter import first_of_a_life
+from dflow.distributed.task.arrivals import Arrival, RequestArrival, RequestTable
+from dflow.distributed.task.task_part import TaskPart
+from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.transport.base import Responder
 from dflow.distributed.wire.failures import error_of
+from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 
 
-class StalenessBounds:
-    """The runs that one task bounds; thread-safe, and it may be called on reader threads.
+class StalenessBounds(TaskPart):
+    """The runs that one task bounds; thread-safe, and it may be called on reader threads."""
 
-    has_left     whether a task has left the cluster; `task_left` reports tasks that leave later
-    known_death  returns the version of the roster with the newest death that this task knows of
-    """
+    requests: ClassVar[RequestTable[StalenessBounds]] = RequestTable()
+    notices: ClassVar[HandlerTable[StalenessBounds, Arrival, None]] = HandlerTable()
 
-    def __init__(self, has_left: Callable[[str], bool], known_death: Callable[[], int]) -> None:
-        self._has_left, self._known_death = has_left, known_death
+    def __init__(self, task: TaskServer) -> None:
+        self._task = task
         self._lock = threading.Lock()
         self._runs: dict[str, BoundedSteps] = {}
         self._asks: dict[int, tuple[Responder, Stoppable | None]] = {}
         self._numbers = itertools.count()
 
-    def begin(self, message: BeginStep, responder: Responder) -> None:
+    @requests.handles(BeginStep)
+    def begin(self, message: BeginStep, arrival: RequestArrival) -> None:
         """Answer as soon as the worker's step may begin.
 
         raises  TaskLost for a worker that has left the cluster; RemoteError if the run has another limit
         """
+        responder = arrival.responder
         with self._lock:
-            if self._has_left(message.worker):
+            if self._task.channel.has_left(message.worker):
                 raise TaskLost(f"{message.worker} has left the cluster, and cannot take part in a run")
             run = self._runs.get(message.run)
             if run is None:
@@ -60,7 +66,8 @@ class StalenessBounds:
                 self._asks[number] = responder, start_timer(wait_s, partial(self._timed_out, message.run, number))
         _give(answers)
 
-    def end(self, message: EndStep) -> None:
+    @notices.handles(EndStep)
+    def end(self, message: EndStep, arrival: Arrival) -> None:
         """Handle the end of a worker's step."""
         with self._lock:
             run = self._runs.get(message.run)
@@ -71,7 +78,7 @@ class StalenessBounds:
                 del self._runs[message.run]
         _give(answers)
 
-    def task_left(self, task: str) -> None:
+    def left(self, task: str) -> None:
         """Handle a task that left the cluster: no task takes messages of its step any more."""
         with self._lock:
             answers = [answer for run in self._runs.values() for answer in self._answers(run.leave(task))]
@@ -102,7 +109,8 @@ class StalenessBounds:
             if timer is not None:
                 timer.stop()
             if isinstance(command, AdmitStep):
-                admitted = StepAdmitted(command.version, command.uses_held, command.workers, self._known_death())
+                death = self._task.member_gate.death_known_at
+                admitted = StepAdmitted(command.version, command.uses_held, command.workers, death)
                 answers.append(partial(responder.reply, admitted))
             else:
                 answers.append(partial(responder.fail, error_of(Failure(command.kind, command.text))))

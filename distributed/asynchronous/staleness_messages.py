@@ -20,7 +20,7 @@ class StepAdmitted(Message, frozen=True):
 
 
 class BeginStep(Request[StepAdmitted], frozen=True):
-    """Request that the worker's next step may begin; its earlier one has ended. See `steps.staleness`.
+    """Request that the worker's next step may begin; its earlier one has ended. See `staleness.py`.
 
     `number`     of the step, greater than those of the worker's earlier ones; the same if it asks again
     `limit`      `max_staleness` of the run

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -30,7 +30,7 @@ from dflow.distributed.observe.metrics import MetricsEndpoint
 from dflow.distributed.observe.tracer import Observed, Tracer
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.process.termination import Terminated
-from dflow.distributed.task.task_server import TaskSettings
+from dflow.distributed.task.task_server import MakePart, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
@@ -81,6 +81,7 @@ class ClusterSettings:
 class Cluster:
     """This process as the task `/job:<job>/task:<index>` of the cluster whose coordinator is at `coordinator`.
 
+    parts          the parts of its task server; see `task_role.TASK_PARTS`
     store          holds the variables of this task
     address        address that this task listens at
     is_standalone  whether this is the only task for good, so that variables live in this process
@@ -94,6 +95,7 @@ class Cluster:
         coordinator: str,
         transport: Transport,
         *,
+        parts: Sequence[MakePart],
         job: str,
         index: int,
         store: Store,
@@ -120,7 +122,7 @@ class Cluster:
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
         #: The server that runs this task's parts of steps.
         self.server = joined_server(
-            self.coordinator, transport, self.task, address, self.flights, store=store, settings=waits
+            self.coordinator, transport, self.task, address, self.flights, parts, store=store, settings=waits
         )
         self.requests = OutgoingRequests(self.server, self.coordinator, settings.request_timeout_s)
         self.steps = ClusterSteps(self.server, self.requests, settings.step_timeout_s)

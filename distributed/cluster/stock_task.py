@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.process.termination import STATUS as TERMINATED
+from dflow.distributed.task.task_server import MakePart, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.snapshots import AnnounceLeave
@@ -48,6 +50,7 @@ NOTICE_S = 20.0
 class StockTask:
     """The task `task` of the cluster whose coordinator is at `coordinator`, listening at `address`.
 
+    `parts`      the parts of its server; see `task_role.TASK_PARTS`
     `give_up_s`  longest attempt to reach a lost coordinator, in s
     `snapshots`  folder for its parts of snapshots; None for none
     raises       DeadlineExceeded when the coordinator does not answer; RemoteError when a live task has the name
@@ -60,13 +63,15 @@ class StockTask:
         coordinator: str,
         address: str = LOCAL_ADDRESS,
         *,
+        parts: Sequence[MakePart],
         give_up_s: float = SessionSettings.give_up_s,
         snapshots: Path | None = None,
     ) -> None:
         settings = SessionSettings(give_up_s=give_up_s, rejoins_anew=True)
         self.client = CoordinatorClient(transport, coordinator, name=task, settings=settings)
         self.flights = FlightRecorder(task, Recorder(), run_folder(os.environ))
-        self.server = joined_server(self.client, transport, task, address, self.flights, snapshot_folder=snapshots)
+        folder = TaskSettings(snapshots=snapshots)
+        self.server = joined_server(self.client, transport, task, address, self.flights, parts, settings=folder)
 
     def announce_leave(self, stop: StopSignal) -> None:
         """Wait until a snapshot has the state of this task; at most `NOTICE_S`, or until `stop` is signalled again."""
@@ -96,6 +101,7 @@ def serve_task(
     coordinator: str,
     address: str = LOCAL_ADDRESS,
     *,
+    parts: Sequence[MakePart],
     give_up_s: float = SessionSettings.give_up_s,
     metrics: str = "",
     snapshots: Path | None = None,
@@ -107,7 +113,7 @@ def serve_task(
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
     follow_programs()
-    stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s, snapshots=snapshots)
+    stock = StockTask(transport, task, coordinator, address, parts=parts, give_up_s=give_up_s, snapshots=snapshots)
     endpoint = MetricsEndpoint(partial(task_metrics, stock.server), metrics) if metrics else None
     if endpoint is not None:
         print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)

@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dflow.distributed.steps.plan_runs import PlanRuns
-from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
-from dflow.distributed.task.task_resources import SavedResource, TaskResources
+from dflow.distributed.client.session_driver import SessionDriver
+from dflow.distributed.task.task_part import TaskPart
+from dflow.distributed.task.task_resources import SavedResource
+from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.wire.messages.message import Notice
+from dflow.distributed.wire.messages.pauses import HoldSteps, StepsHeld
 from dflow.distributed.wire.messages.snapshots import (
     CaptureState,
     LoadState,
@@ -37,7 +39,6 @@ from dflow.lowering.files.atomic_directory import tidy_all, whole_folder
 from dflow.lowering.files.changed_rows import ChangedArrays, WrittenBytes, fill_with_changes, read_changed_arrays
 from dflow.lowering.state.applied_steps import AppliedCall, AppliedCopy
 from dflow.lowering.state.kept_results import KeptRun
-from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, StepCancelled, TaskLost
 from dflow.tracing.ir.types import ArrayType
@@ -45,9 +46,9 @@ from dflow.tracing.moments import reach
 
 LOGGER = logging.getLogger("dflow")
 
-#: Keys of the record of applied steps, of their results, of the runs of synchronous training, of the queues and
-#: accumulators, and of the cluster's id, in the metadata of a part.
-_APPLIED, _KEPT, _ROUNDS, _RESOURCES, _CLUSTER = "applied", "kept", "rounds", "resources", "cluster"
+#: Keys of the record of applied steps, of their results, of the queues and accumulators, and of the cluster's id, in
+#: the metadata of a part, beside those of `TaskPart.saved_as`.
+_APPLIED, _KEPT, _RESOURCES, _CLUSTER = "applied", "kept", "resources", "cluster"
 #: Names of the arrays of results, with their numbers; no variable has a name with the character NUL.
 _RESULT = "result\0"
 
@@ -83,40 +84,30 @@ class _Part(NamedTuple):
     """A part that was read: values of variables that are here and that are not, and the records beside them.
 
     contents  the arrays of `resources`, by name
+    copies    the state of the task's parts, by `TaskPart.saved_as`
     """
 
     known: Mapping[str, Any]
     new: dict[str, tuple[ArrayType, Any]]
     applied: AppliedCopy
-    rounds: tuple[RunCopy, ...]
     resources: tuple[SavedResource, ...]
     contents: Mapping[str, Any]
+    copies: Mapping[str, Any]
 
 
-class TaskSnapshots:
-    """The parts of the task `task`, which holds `store`, in the folder `folder`; thread-safe.
+class TaskSnapshots(TaskPart):
+    """A task's parts of snapshots, in its folder of `TaskSettings.snapshots`; thread-safe.
 
-    runs    its parts of steps, cancelled when it returns to a snapshot
-    rounds  its runs of synchronous training
-    resources  its queues and accumulators
-    folder  None if the task was started without one: it then reports that it cannot write
+    A task that was started without a folder reports that it cannot write.
     raises  CheckpointError if no file can be written into the folder
-    tell    notifies the coordinator
     """
 
-    def __init__(
-        self,
-        task: str,
-        store: Store,
-        runs: PlanRuns,
-        rounds: StepAggregator,
-        resources: TaskResources,
-        folder: Path | None,
-        tell: Callable[[Notice], None],
-    ) -> None:
-        self._task, self._store, self._runs, self._rounds, self._tell = task, store, runs, rounds, tell
-        self._resources = resources
-        self._folder = None if folder is None else _usable(folder, short_task_name(task))
+    def __init__(self, task: TaskServer) -> None:
+        self._server, self._task, self._store, self._resources = task, task.name, task.store, task.resources
+        folder = task.settings.snapshots
+        self._folder = None if folder is None else _usable(folder, short_task_name(self._task))
+        #: Notifies the coordinator.
+        self._tell: Callable[[Notice], None] = lambda notice: None
         #: Held while state is captured or set, and while a part is written or read.
         self._state_lock, self._disk_lock = threading.Lock(), threading.Lock()
         #: The greatest number of a part that this process has begun to write.
@@ -124,6 +115,22 @@ class TaskSnapshots:
         #: The state that was read for a return, and the return whose state was set last.
         self._read: tuple[LoadState, _Part] | None = None
         self._set_epoch = 0
+
+    def follow(self, session: SessionDriver) -> None:
+        """Hold back steps in pauses, and handle the notices about snapshots on threads."""
+        self._tell = session.tell
+        session.call_on(HoldSteps, self._hold_steps)
+        for kind in (CaptureState, LoadState, SnapshotCommitted):
+            session.call_on(kind, partial(self._server.soon, self.handle))
+
+    def _hold_steps(self, notice: HoldSteps) -> None:
+        """Hold back the shared steps of this task in a pause, or let them begin if none is on."""
+        if notice.number:
+            self._server.gate.close(lambda: self._tell(StepsHeld(self._task, notice.number)))
+            if notice.is_for_return:
+                self._server.runs.end_blocked("all tasks return to a snapshot")
+        else:
+            self._server.gate.open()
 
     def handle(self, message: Notice) -> None:
         """Do what the coordinator asks for, and report it. Runs on a thread that may wait."""
@@ -151,9 +158,10 @@ class TaskSnapshots:
         with self._state_lock:
             values = self._store.snapshot(self._store.keys())
             resources, contents = self._resources.saved()
-            applied, rounds = self._store.applied.copy(), self._rounds.copy()
-        rest: dict[str, Any] = {_APPLIED: applied.calls, _KEPT: applied.kept, _ROUNDS: rounds, _RESOURCES: resources}
-        rest[_CLUSTER] = message.cluster
+            applied = self._store.applied.copy()
+            copies = {part.saved_as: part.copy() for part in self._parts_with_state()}
+        rest: dict[str, Any] = {_APPLIED: applied.calls, _KEPT: applied.kept, _RESOURCES: resources}
+        rest |= copies | {_CLUSTER: message.cluster}
         contents |= {f"{_RESULT}{number}": array for number, array in enumerate(applied.arrays)}
         names = *values, *(one.created.name for one in resources)
         self._tell(StateCaptured(self._task, number, names))
@@ -194,7 +202,7 @@ class TaskSnapshots:
 
     def _read_part(self, message: LoadState) -> _Part:
         if self._task in message.without:
-            return _Part({}, {}, AppliedCopy(), (), (), {})
+            return _Part({}, {}, AppliedCopy(), (), {}, {})
         files = read_changed_arrays(self._part(message.number))
         if (made_by := files.metadata.get(_CLUSTER, "")) != message.cluster:
             raise CheckpointError(
@@ -204,7 +212,8 @@ class TaskSnapshots:
         calls = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
         kept_results = msgspec.convert(files.metadata.get(_KEPT, []), tuple[KeptRun, ...])
         results = [f"{_RESULT}{number}" for number in range(sum(one.arrays for one in kept_results))]
-        rounds = msgspec.convert(files.metadata.get(_ROUNDS, []), tuple[RunCopy, ...])
+        saved_as = {part.saved_as: part.copied for part in self._parts_with_state() if part.saved_as in files.metadata}
+        copies = {key: msgspec.convert(files.metadata[key], kind) for key, kind in saved_as.items()}
         saved = msgspec.convert(files.metadata.get(_RESOURCES, []), tuple[SavedResource, ...])
         freed = {*message.forgotten, *message.unsaved}  # a part may have state whose name was free at the capture
         kept = (one for one in saved if one.created.name not in freed)
@@ -222,12 +231,12 @@ class TaskSnapshots:
         new = {name: (files.types[name], value) for name, value in absent}
         read = dict(files.each(dict.fromkeys([*contents, *results])))
         applied = AppliedCopy(calls, kept_results, [read[name] for name in results])
-        return _Part(known, new, applied, rounds, resources, read)
+        return _Part(known, new, applied, resources, read, copies)
 
     def _set(self, part: _Part, message: LoadState) -> None:
         error = StepCancelled(f"{short_task_name(self._task)} returns to snapshot {message.number}")
-        for step in self._runs.steps():
-            self._runs.cancel(step, error)
+        for step in self._server.runs.steps():
+            self._server.runs.cancel(step, error)
         # First the record: an attempt that has begun before changes nothing any more.
         self._store.applied.return_to(part.applied, message.epoch)
         for name in message.unsaved:
@@ -240,7 +249,11 @@ class TaskSnapshots:
         self._store.replace({name: value for name, value in part.known.items() if name not in message.unsaved})
         resources = (one for one in part.resources if one.created.name not in message.unsaved)
         self._resources.return_to(resources, part.contents)
-        self._rounds.return_to(part.rounds, message.epoch)
+        for one in self._parts_with_state():
+            one.return_to(part.copies.get(one.saved_as, ()), message.epoch)
+
+    def _parts_with_state(self) -> list[TaskPart]:
+        return [part for part in self._server.parts if part.saved_as]
 
     def _remove(self, is_removed: Callable[[int], bool]) -> None:
         """Remove the parts of the snapshots with these numbers."""

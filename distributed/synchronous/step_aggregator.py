@@ -17,12 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from dflow.distributed.steps.plan_checks import MAX_COUNT
-from dflow.distributed.steps.step_gate import StepGate
 from dflow.distributed.synchronous.round_messages import (
     LeaveRounds,
     NextRound,
@@ -34,7 +33,9 @@ from dflow.distributed.synchronous.round_messages import (
     accumulator_on,
 )
 from dflow.distributed.synchronous.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
-from dflow.distributed.task.task_resources import TaskResources
+from dflow.distributed.task.arrivals import RequestArrival, RequestTable
+from dflow.distributed.task.task_part import TaskPart
+from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.transport.base import OnReply, Reply, Responder
 from dflow.distributed.wire.codec import decode_arrays
 from dflow.distributed.wire.failures import error_of
@@ -58,12 +59,6 @@ from dflow.tracing.errors import (
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
 
-#: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None, and
-#: the step of the run that it is an attempt at.
-StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None], StepOfRun], None]
-#: Sends another task a request; the callback gets the reply or an error, also if this raises.
-Ask = Callable[[str, ForgetState, OnReply[Ok]], object]
-
 
 class RunCopy(msgspec.Struct, frozen=True):
     """A run between two updates: its numbers of rounds and of gradients in a round, and the number of rounds done.
@@ -81,58 +76,46 @@ class RunCopy(msgspec.Struct, frozen=True):
     is_half_done: bool = False
 
 
-class StepAggregator:
-    """The runs of synchronous training that the task `task` aggregates; thread-safe.
+class StepAggregator(TaskPart):
+    """The runs of synchronous training that a task aggregates; thread-safe."""
 
-    gate      holds back the updates while the state of all tasks is captured
-    process   identity of this process, which alone knows the number of rounds done in its runs
-    has_left  whether a task has left the cluster; `task_left` reports tasks that leave later
-    ask       sends another task a request; may block while connecting
-    """
+    requests: ClassVar[RequestTable[StepAggregator]] = RequestTable()
+    saved_as = "rounds"
+    copied = tuple[RunCopy, ...]
 
-    def __init__(
-        self,
-        task: str,
-        process: str,
-        resources: TaskResources,
-        start: StartStep,
-        gate: StepGate,
-        submit: Callable[..., object],
-        has_left: Callable[[str], bool],
-        ask: Ask,
-    ) -> None:
-        self._task, self._process, self._resources = task, process, resources
-        self._start, self._gate, self._submit = start, gate, submit
-        self._has_left = has_left
-        self._accumulators = _Accumulators(resources, submit, ask)
+    def __init__(self, task: TaskServer) -> None:
+        self._task, self._accumulators = task, _Accumulators(task)
         self._lock = threading.Lock()
         self._runs: dict[str, _AggregatedRun] = {}
 
-    def agree(self, message: ProposeRounds) -> RoundsAgreed:
+    @requests.queued(ProposeRounds)
+    def agree(self, message: ProposeRounds, arrival: RequestArrival) -> RoundsAgreed:
         """Add a worker to a run; the answer has the numbers that the first worker proposed.
 
         raises  WireError for numbers out of range; TaskLost for a worker that has left the cluster; RemoteError when
                 the run has another number of rounds
         """
         _check_counts(message)
-        if self._has_left(message.worker):
+        if self._task.channel.has_left(message.worker):
             raise TaskLost(f"{message.worker} has left the cluster, and cannot take part in a run")
         return self._run(message.name).agree(message)
 
-    def open(self, message: OpenRounds, payload: memoryview) -> None:
+    @requests.queued(OpenRounds)
+    def open(self, message: OpenRounds, arrival: RequestArrival) -> None:
         """Become the aggregator of a run.
 
         raises  WireError for a malformed request; DflowError when its accumulator is not on this task; TaskLost when
                 the run has another one
         """
         _check_counts(message)
-        if self._task not in message.handles:
-            raise WireError(f"run {message.name[:64]!r}: expected a plan for {self._task}, got {[*message.handles]}")
-        arrays = decode_arrays((*message.before, *message.after), payload)
+        name = self._task.name
+        if name not in message.handles:
+            raise WireError(f"run {message.name[:64]!r}: expected a plan for {name}, got {[*message.handles]}")
+        arrays = decode_arrays((*message.before, *message.after), arrival.payload)
         update = _MeanUpdate(
             message.accumulator,
             message.key,
-            self._resources.accumulator(message.key),
+            self._task.resources.accumulator(message.key),
             message.wanted,
             message.handles,
             arrays[: len(message.before)],
@@ -140,60 +123,59 @@ class StepAggregator:
             message.epoch,
         )
         # The sender may not know yet of all workers that have left.
-        workers = tuple(worker for worker in message.workers if not self._has_left(worker))
+        workers = tuple(worker for worker in message.workers if not self._task.channel.has_left(worker))
         self._run(message.name).open(update, message.rounds, workers)
 
-    def ask(self, message: NextRound, responder: Responder) -> None:
+    @requests.queued(NextRound)
+    def ask(self, message: NextRound, arrival: RequestArrival) -> None:
         """Answer when a round is open that the worker is not done with.
 
         raises  TaskLost when the run has another accumulator than the worker names
         """
-        self._run(message.name).ask(message, responder)
+        self._run(message.name).ask(message, arrival.responder)
 
-    def leave(self, message: LeaveRounds, responder: Responder) -> None:
+    @requests.queued(LeaveRounds)
+    def leave(self, message: LeaveRounds, arrival: RequestArrival) -> None:
         """Remove a worker that stops taking part, and answer."""
-        self._run(message.name).leave_and_answer(message, responder)
+        self._run(message.name).leave_and_answer(message, arrival.responder)
 
     def copy(self) -> tuple[RunCopy, ...]:
         """Return a copy of the runs, made while no update runs.
 
         raises  CheckpointError if perhaps only some tasks have applied a round that workers will do again
         """
-        with self._lock:
-            runs = list(self._runs.values())
-        return tuple(run.copy() for run in runs)
+        return tuple(run.copy() for run in self._all())
 
-    def return_to(self, copies: Iterable[RunCopy], epoch: int) -> None:
+    def return_to(self, copy: Iterable[RunCopy], epoch: int) -> None:
         """Return the runs to copies of them, closed until workers open them again; waiting requests fail.
 
         epoch  number of this return, which is in the names of later accumulators: no gradient of before finds one
         """
-        known = {one.name: one for one in copies}
+        known = {one.name: one for one in copy}
         self._accumulators.epoch = epoch
         with self._lock:
             names = {*self._runs, *known}
         for name in names:
             self._run(name).return_to(known.get(name, RunCopy(name, None, 0, None, 0)))
 
-    def task_left(self, task: str) -> None:
+    def left(self, task: str) -> None:
         """Remove a task that left the cluster, and gives no more gradients."""
-        with self._lock:
-            runs = list(self._runs.values())
-        for run in runs:
+        for run in self._all():
             run.leave(task)
 
     def close(self, error: DflowError) -> None:
         """Answer all waiting requests with `error`."""
-        with self._lock:
-            runs = list(self._runs.values())
-        for run in runs:
+        for run in self._all():
             run.close(error)
+
+    def _all(self) -> list[_AggregatedRun]:
+        with self._lock:
+            return list(self._runs.values())
 
     def _run(self, name: str) -> _AggregatedRun:
         with self._lock:
             if name not in self._runs:
-                shared = self._process, self._start, self._gate, self._submit, self._accumulators
-                self._runs[name] = _AggregatedRun(name, *shared)
+                self._runs[name] = _AggregatedRun(name, self._task, self._accumulators, self._task.process)
             return self._runs[name]
 
 
@@ -205,8 +187,8 @@ def _check_counts(message: ProposeRounds | OpenRounds) -> None:
 class _Accumulators:
     """Names of accumulators in use; at most one run uses an accumulator."""
 
-    def __init__(self, resources: TaskResources, submit: Callable[..., object], ask: Ask) -> None:
-        self._resources, self._submit, self._ask = resources, submit, ask
+    def __init__(self, task: TaskServer) -> None:
+        self._task = task
         self._lock = threading.Lock()
         self._used: set[str] = set()
         #: Number of the last return to a snapshot.
@@ -228,7 +210,7 @@ class _Accumulators:
         accumulator that another task may still hold is not used again.
         """
         reason, remedy = f"the run that used accumulator {name!r} has ended", "run it again"
-        self._resources.forget(key, reason, remedy)
+        self._task.resources.forget(key, reason, remedy)
         left, is_free = {"", *others}, True
 
         def freed(task: str, reply: Outcome[Reply[Ok] | None]) -> None:
@@ -246,12 +228,12 @@ class _Accumulators:
 
         for task in others:
             message = ForgetState(accumulator_on(task, key), False, reason, remedy)
-            self._submit(self._free_on, task, message, partial(freed, task))
+            self._task.soon(self._free_on, task, message, partial(freed, task))
         freed("", None)
 
     def _free_on(self, task: str, message: ForgetState, on_reply: OnReply[Ok]) -> None:
         try:
-            self._ask(task, message, on_reply)
+            self._task.peer(task).start(message, on_reply=on_reply)
         except DflowError as error:  # the task is gone, and its accumulator with it
             on_reply(error)
 
@@ -273,11 +255,10 @@ class _MeanUpdate:
 @dataclass
 class _AggregatedRun:
     name: str
-    process: str
-    start: StartStep
-    gate: StepGate
-    submit: Callable[..., object]
+    task: TaskServer
     accumulators: _Accumulators
+    #: The process that has counted the rounds.
+    process: str
     update: _MeanUpdate | None = None
     #: Name of the accumulator, and the key under which it is held.
     accumulator: str = ""
@@ -341,7 +322,7 @@ class _AggregatedRun:
             self._free()
         for responder, timer in asks.values():
             timer.stop()
-            self.submit(responder.fail, TaskLost(f"run {self.name!r} has returned to its round {copy.done}"))
+            self.task.soon(responder.fail, TaskLost(f"run {self.name!r} has returned to its round {copy.done}"))
 
     def leave(self, worker: str) -> None:
         """Remove a worker that gives no more gradients; see `Rounds.leave`."""
@@ -359,7 +340,7 @@ class _AggregatedRun:
         self._leaves += leaves
         if self._freeing == 0:
             for responder in self._leaves:
-                self.submit(responder.reply, RoundsLeft())
+                self.task.soon(responder.reply, RoundsLeft())
             self._leaves = []
         return ()
 
@@ -419,10 +400,10 @@ class _AggregatedRun:
                 self.update.accumulator.set_enough(count)
             case Announce(ask, number, done):
                 if (responder := self._answered(ask)) is not None:
-                    self.submit(responder.reply, RoundOpen(number, done))
+                    self.task.soon(responder.reply, RoundOpen(number, done))
             case Refuse(ask, text, kind):
                 if (responder := self._answered(ask)) is not None:
-                    self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
+                    self.task.soon(responder.fail, error_of(Failure(kind, text), "rounds"))
             case FreeRun():
                 self._free()
 
@@ -458,26 +439,26 @@ class _AggregatedRun:
             self._handle(self._rounds.mean_taken)
             update, rounds = self.update, self._rounds
         assert update is not None
-        self.submit(self._apply, update, mean, rounds, rounds.done)
+        self.task.soon(self._apply, update, mean, rounds, rounds.done)
 
     def _apply(self, update: _MeanUpdate, mean: Sequence[Any], rounds: Rounds, done: int) -> None:
-        if not self.gate.enter(partial(self.submit, self._apply, update, mean, rounds, done)):
+        if not self.task.gate.enter(partial(self.task.soon, self._apply, update, mean, rounds, done)):
             return
 
         def ended(error: BaseException | None) -> None:
-            self.gate.leave()
+            self.task.gate.leave()
             if self._rounds is rounds:
                 self._updated(error)
 
         if self._rounds is not rounds:  # the run has returned to an earlier round
-            self.gate.leave()
+            self.task.gate.leave()
             return
 
         # After a failed update, the next one is of the same round: tasks that applied the first skip it.
         epoch = max(self.accumulators.epoch, update.epoch)
         round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done, epoch=epoch, is_synchronous=True)
         try:
-            self.start(update.handles, [*update.before, *mean, *update.after], ended, round_)
+            self.task.starter.start_unattended(update.handles, [*update.before, *mean, *update.after], ended, round_)
         except Exception as error:
             ended(error)
 

@@ -1,15 +1,12 @@
-"""Messages that have arrived at a task, and the threads on which their handlers run."""
+"""Messages that have arrived at a task, and the tables of the functions that handle them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from dflow.distributed.task.request_queues import RequestQueues
 from dflow.distributed.transport.base import Peer, Responder
 from dflow.distributed.wire.codec import Payload, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
@@ -33,56 +30,43 @@ class RequestArrival(Arrival, frozen=True, gc=False):
     responder: Responder
 
 
-class HasThreads(Protocol):
-    """A task with threads for its work, and queues of the requests that wait for some."""
-
-    threads: Executor
-    requests: RequestQueues
-
-    def refuse_departed(self, peer: Peer) -> None:
-        """Raise TaskLost if the sender has left since its request came."""
-        ...
-
-
 #: The reply of a handler, with or without a payload. None is Ok where the message declares that reply; otherwise the
 #: handler answers later, by the responder.
 Handled = Message | tuple[Message, Payload] | None
-Task = TypeVar("Task", bound=HasThreads)
+#: A handler of requests, bound to its part.
+Answering = Callable[[Any, RequestArrival], Handled]
+Part = TypeVar("Part")
 Taken = TypeVar("Taken", bound=Message)
-Method = Callable[[Task, Taken, RequestArrival], Handled]
-Add = Callable[[Method[Task, Taken]], Method[Task, Taken]]
+Method = Callable[[Part, Taken, RequestArrival], Handled]
 
 
-class RequestTable(HandlerTable[Task, RequestArrival, None]):
-    """The handlers of a task's requests; a reader thread calls those of `handles`, which answer by themselves."""
+class RequestTable(HandlerTable[Part, RequestArrival, Handled]):
+    """The handlers of a part's requests; a reader thread calls those of `handles`, which answer by the responder."""
 
-    def queued(self, kind: type[Taken]) -> Add[Task, Taken]:
+    def __init__(self) -> None:
+        super().__init__()
+        #: The requests that are handled on a thread, and whether they wait while many of the same sender run.
+        self.threaded: dict[type[Message], bool] = {}
+
+    def queued(self, kind: type[Taken]) -> Callable[[Method[Part, Taken]], Method[Part, Taken]]:
         """Return a decorator for a handler that runs on a thread; its result or error is the answer.
 
         It waits while many requests of the same sender run; see `RequestQueues`.
         """
-        return self._adder(kind, lambda task, sender: partial(task.requests.submit, sender))
+        self.threaded[kind] = True
+        return self.handles(kind)
 
-    def on_own_thread(self, kind: type[Taken]) -> Add[Task, Taken]:
+    def on_own_thread(self, kind: type[Taken]) -> Callable[[Method[Part, Taken]], Method[Part, Taken]]:
         """Like `queued`, but without waiting: these requests are made to find out why others are stuck."""
-        return self._adder(kind, lambda task, sender: task.threads.submit)
-
-    def _adder(self, kind: type[Taken], submit: Callable[[Task, str], Callable[..., object]]) -> Add[Task, Taken]:
-        def add(method: Method[Task, Taken]) -> Method[Task, Taken]:
-            def handle(task: Task, message: Taken, arrival: RequestArrival) -> None:
-                submit(task, arrival.peer.name)(answer, method, task, message, arrival)
-
-            self.handles(kind)(handle)
-            return method
-
-        return add
+        self.threaded[kind] = False
+        return self.handles(kind)
 
 
-def answer(method: Method[Task, Taken], task: Task, message: Taken, arrival: RequestArrival) -> None:
-    """Answer a request with the result or the error of `method`."""
+def answer(handle: Answering, message: Message, arrival: RequestArrival, check: Callable[[Peer], None]) -> None:
+    """Answer a request with the result or the error of `handle`; `check` raises if the sender has left since."""
     try:
-        task.refuse_departed(arrival.peer)
-        found = method(task, message, arrival)
+        check(arrival.peer)
+        found = handle(message, arrival)
     except Exception as error:
         arrival.responder.fail(error)
         return

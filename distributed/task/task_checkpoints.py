@@ -11,16 +11,14 @@ capture is kept as long as a live task uses it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from dflow.distributed.steps.peers import Peers
-from dflow.distributed.task.arrivals import Handled
+from dflow.distributed.task.arrivals import Handled, RequestArrival, RequestTable
 from dflow.distributed.task.checkpoint_messages import (
     CapturedArrays,
     CaptureVariables,
@@ -35,9 +33,10 @@ from dflow.distributed.task.checkpoint_messages import (
     ShareCapture,
     VariablePart,
 )
-from dflow.distributed.wire.codec import Payload, decode_arrays, encode_arrays
+from dflow.distributed.task.task_part import TaskPart
+from dflow.distributed.task.task_server import TaskServer
+from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages.connection import Arrays
-from dflow.distributed.wire.messages.message import Request
 from dflow.lowering.files.array_files import piece, write_parts
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
@@ -46,25 +45,11 @@ from dflow.lowering.files.object_folder import is_attempt, is_begun
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.files.places import place_of
 from dflow.lowering.files.saved_arrays import open_arrays
-from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import CheckpointError, InternalError, TaskLost
+from dflow.tracing.errors import CheckpointError, TaskLost
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.moments import reach
 from dflow.tracing.rows.slices import AxisSlice
-
-#: The requests of saves and restores.
-CHECKPOINT_REQUESTS: tuple[type[Request[Any]], ...] = (
-    CaptureVariables,
-    SaveVariables,
-    EndCapture,
-    ReadCheckpoint,
-    EndRestore,
-    ShareCapture,
-    EndShare,
-    ReadCapture,
-    ReadPiece,
-)
 
 #: The task that saves or restores, and its number for the save or restore.
 _Number = tuple[str, int]
@@ -79,23 +64,13 @@ class _SharedCapture:
     users: set[str]
 
 
-class TaskCheckpoints:
-    """The parts of the task `name` in saves and restores; for any thread.
+class TaskCheckpoints(TaskPart):
+    """What a task keeps for saves, restores and evaluations; for any thread."""
 
-    `has_left`  whether another task has left the cluster
-    `peers`     the other tasks, asked for pieces of arrays; each answer takes at most `timeout_s`
-    """
+    requests: ClassVar[RequestTable[TaskCheckpoints]] = RequestTable()
 
-    def __init__(
-        self,
-        name: str,
-        store: Store,
-        has_left: Callable[[str], bool],
-        peers: Peers | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self._task, self._peers, self._timeout_s = name, peers, timeout_s
-        self._name, self._store, self._has_left = short_task_name(name), store, has_left
+    def __init__(self, task: TaskServer) -> None:
+        self._task, self._name = task, short_task_name(task.name)
         self._lock = threading.Lock()
         #: The values of each save by key.
         self._captured: dict[_Number, dict[str, jax.Array]] = {}
@@ -104,45 +79,22 @@ class TaskCheckpoints:
         #: The captures that tasks share, by name.
         self._shared: dict[str, _SharedCapture] = {}
 
-    def handle(self, message: Request[Any]) -> Handled:
-        """Handle a request of `CHECKPOINT_REQUESTS`."""
-        match message:
-            case CaptureVariables():
-                self.capture(message)
-            case SaveVariables():
-                self.save(message)
-            case EndCapture():
-                self.end_capture(message)
-            case ReadCheckpoint():
-                self.read(message)
-            case EndRestore():
-                self.end(message)
-            case ShareCapture():
-                self.share(message)
-            case EndShare():
-                with self._lock:
-                    self._unuse(message.name, message.reader)
-            case ReadCapture():
-                return self.read_shared(message)
-            case ReadPiece():
-                return self.read_piece(message)
-            case _:
-                raise InternalError(f"{self._name} has no part in {type(message).__name__}")
-        return None
-
-    def capture(self, message: CaptureVariables) -> None:
+    @requests.queued(CaptureVariables)
+    def capture(self, message: CaptureVariables, arrival: RequestArrival) -> None:
         """Take values at one moment and keep them until the capture ends. Raises VariableError."""
-        values = self._store.snapshot(message.keys)
+        values = self._task.store.snapshot(message.keys)
         with self._lock:
-            if not self._has_left(message.origin):  # a task that leaves from now on ends its captures
+            if not self._task.channel.has_left(message.origin):  # a task that leaves from now on ends its captures
                 self._captured[message.origin, message.number] = values
 
-    def end_capture(self, message: EndCapture) -> None:
+    @requests.queued(EndCapture)
+    def end_capture(self, message: EndCapture, arrival: RequestArrival) -> None:
         """Free the values of a capture."""
         with self._lock:
             self._captured.pop((message.origin, message.number), None)
 
-    def share(self, message: ShareCapture) -> None:
+    @requests.queued(ShareCapture)
+    def share(self, message: ShareCapture, arrival: RequestArrival) -> None:
         """Let other tasks read a capture by name. Raises TaskLost if there is none, as after its task has left."""
         capture = message.origin, message.number
         with self._lock:
@@ -152,13 +104,20 @@ class TaskCheckpoints:
         if values is None:
             raise TaskLost(f"{self._name} has not captured what {short_task_name(message.origin)} shares")
 
-    def read_shared(self, message: ReadCapture) -> Handled:
+    @requests.queued(EndShare)
+    def end_share(self, message: EndShare, arrival: RequestArrival) -> None:
+        """End a task's use of a shared capture."""
+        with self._lock:
+            self._unuse(message.name, message.reader)
+
+    @requests.queued(ReadCapture)
+    def read_shared(self, message: ReadCapture, arrival: RequestArrival) -> Handled:
         """Return the values of a shared capture, or `CapturedArrays()`; the reader then uses the capture."""
         with self._lock:
             shared = self._shared.get(message.name)
             if shared is None:
                 return CapturedArrays(), b""
-            if not self._has_left(message.reader):  # a task that leaves from now on ends its use
+            if not self._task.channel.has_left(message.reader):  # a task that leaves from now on ends its use
                 shared.users.add(message.reader)
         infos, data = encode_arrays([shared.values[key] for key in message.keys])
         return CapturedArrays(*shared.capture, infos), data
@@ -171,7 +130,8 @@ class TaskCheckpoints:
             if not shared.users:
                 del self._shared[name]
 
-    def save(self, message: SaveVariables) -> None:
+    @requests.queued(SaveVariables)
+    def save(self, message: SaveVariables, arrival: RequestArrival) -> None:
         """Write captured values into the folder of a save; they are on the disk when it returns.
 
         Raises CheckpointError, and TaskLost if the values are not captured.
@@ -190,7 +150,7 @@ class TaskCheckpoints:
                 f"{self._name} sees no folder {folder.parent}, or not what was begun in it",
                 "save where all tasks of the cluster read and write the same files",
             )
-        reach("save", self._task)
+        reach("save", self._task.name)
         values = self._values_of(message)
         arrays: dict[str, Any] = {one.name: values[one.key] for one in message.variables}
         arrays |= {one.name: self._divided(message, one) for one in message.divided}
@@ -207,7 +167,7 @@ class TaskCheckpoints:
         return values
 
     def _divided(self, message: SaveVariables, one: DividedVariable) -> DividedArray:
-        here = [number for number, part in enumerate(one.parts) if part.task == self._task]
+        here = [number for number, part in enumerate(one.parts) if part.task == self._task.name]
         dtype = self._values_of(message)[one.parts[here[0]].key].dtype
 
         def piece_of(number: int, bounds: Bounds) -> npt.NDArray[Any]:
@@ -215,8 +175,7 @@ class TaskCheckpoints:
             wanted = ReadPiece(message.origin, message.number, part.key, bounds)
             if number in here:
                 return self._piece(wanted)
-            assert self._peers is not None
-            answer, payload = self._peers.get(part.task).call(wanted, timeout_s=self._timeout_s)
+            answer, payload = self._task.peer(part.task).call(wanted, timeout_s=self._task.settings.reach_timeout_s)
             [array] = decode_arrays(answer.arrays, payload)
             return array
 
@@ -225,19 +184,21 @@ class TaskCheckpoints:
     def _piece(self, message: ReadPiece) -> npt.NDArray[Any]:
         return piece(self._values_of(message)[message.key], message.bounds)
 
-    def read_piece(self, message: ReadPiece) -> tuple[Arrays, Payload]:
+    @requests.queued(ReadPiece)
+    def read_piece(self, message: ReadPiece, arrival: RequestArrival) -> Handled:
         """Answer with a part of a captured value. Raises TaskLost if it is not captured."""
         infos, data = encode_arrays([np.ascontiguousarray(self._piece(message))])
         return Arrays(infos), data
 
-    def read(self, message: ReadCheckpoint) -> None:
+    @requests.queued(ReadCheckpoint)
+    def read(self, message: ReadCheckpoint, arrival: RequestArrival) -> None:
         """Read values from a checkpoint and keep them until the restore ends. Raises CheckpointError."""
         restore = message.origin, message.number
         with self._lock:
             self._read[restore] = None
         values = None
         try:
-            if not self._has_left(message.origin):  # a task that leaves from now on ends its restores
+            if not self._task.channel.has_left(message.origin):  # a task that leaves from now on ends its restores
                 values = self._values(message)
         finally:
             with self._lock:
@@ -254,9 +215,10 @@ class TaskCheckpoints:
                 "save where all tasks of the cluster read and write the same files",
             )
         parts = {one.key: (name, _indices(one)) for name, held in message.parts.items() for one in held}
-        return self._store.read_saved(files, message.variables, parts)
+        return self._task.store.read_saved(files, message.variables, parts)
 
-    def end(self, message: EndRestore) -> None:
+    @requests.queued(EndRestore)
+    def end(self, message: EndRestore, arrival: RequestArrival) -> None:
         """Set the variables to the values read for a restore, or free the values."""
         with self._lock:
             values = self._read.pop((message.origin, message.number), None)
@@ -264,9 +226,9 @@ class TaskCheckpoints:
             return
         if values is None:
             raise TaskLost(f"{self._name} has not read what {short_task_name(message.origin)} restores")
-        self._store.replace(values)
+        self._task.store.replace(values)
 
-    def task_left(self, task: str) -> None:
+    def left(self, task: str) -> None:
         """Free the values of saves and restores that a task began and will not end."""
         with self._lock:
             self._captured = {number: values for number, values in self._captured.items() if number[0] != task}

@@ -1,8 +1,8 @@
 """The server of a task: it holds variables and runs the task's parts of steps.
 
 Why: this class connects the pieces that decide (rendezvous), hold state (store), run (execute) and reach other tasks
-(peers, transport); it decides nothing itself. A parameter server is one of these alone. A worker has one to receive
-values, and runs its own part of each step through it.
+(peers, transport); it decides nothing itself, and knows no strategy: each subject adds a `TaskPart`. A parameter server
+is one of these alone. A worker has one to receive values, and runs its own part of each step through it.
 
 Invariants:
 
@@ -17,18 +17,17 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from types import MethodType
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 
-from dflow.distributed.asynchronous.staleness_bounds import StalenessBounds
-from dflow.distributed.asynchronous.staleness_messages import BeginStep, EndStep
 from dflow.distributed.coordinator.variable_directory import REMEDY
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.processor_use import processor_use
@@ -41,22 +40,21 @@ from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.steps.step_gate import StepGate, prepared
 from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
-from dflow.distributed.synchronous.round_messages import LeaveRounds, NextRound, OpenRounds, ProposeRounds
-from dflow.distributed.synchronous.step_aggregator import StepAggregator
 from dflow.distributed.task.arrivals import (
+    Answering,
     Arrival,
     Handled,
     RequestArrival,
     RequestTable,
+    answer,
     answer_arrays,
     answer_run,
 )
 from dflow.distributed.task.member_gate import Arrived, MemberGate
 from dflow.distributed.task.request_queues import RequestQueues
-from dflow.distributed.task.task_checkpoints import CHECKPOINT_REQUESTS, TaskCheckpoints
+from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.task.threads import OnDemandThreads
-from dflow.distributed.task.variable_creation import VariableCreation
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
@@ -81,9 +79,9 @@ from dflow.distributed.wire.messages.plans import (
     Wanted,
 )
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, ForgetFed, GetFed
-from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
+from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
-from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
+from dflow.distributed.wire.messages.variables import ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
@@ -102,12 +100,14 @@ class TaskSettings:
     `reach_timeout_s`    longest wait for another task that may be paused or cut off: to resume a broken connection, or
                          to be answered by it; ends earlier when the task leaves, in s
     `window_bytes`       bytes that other tasks may push before they are taken; they keep and offer what exceeds them
+    `snapshots`          folder for the task's parts of snapshots; None where it holds no state of others
     """
 
     wait_timeout_s: float = 600.0
     connect_timeout_s: float = 10.0
     reach_timeout_s: float = 600.0
     window_bytes: int = WINDOW_BYTES
+    snapshots: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,15 @@ class TaskStatistics:
     rendezvous: RendezvousStatistics
 
 
-#: The handlers of a task's messages, called after the checks that the sender is a member and speaks for itself.
-REQUESTS: RequestTable[TaskServer] = RequestTable()
-NOTICES: HandlerTable[TaskServer, Arrival, None] = HandlerTable()
+Handlers: TypeAlias = dict[type[Message], Callable[[Any, Any], object]]
+#: Makes a part of a task from its server.
+MakePart: TypeAlias = "Callable[[TaskServer], TaskPart]"
 
 
 class TaskServer:
     """The task `name`, which listens at `address` as soon as it is constructed.
 
+    parts            make its parts, in the order in which they are called
     process          identity of this process; state that the coordinator placed on another one is not created here
     threads, clock   executor for its work and clock of its timeouts, instead of threads of the task
     flights          writes its events to a file when a wait lasted too long, or on request
@@ -135,10 +136,15 @@ class TaskServer:
     raises           what `Transport.listen` raises
     """
 
+    #: The handlers of its own messages; see `TaskPart`, whose tables have the others.
+    requests: ClassVar[RequestTable[TaskServer]] = RequestTable()
+    notices: ClassVar[HandlerTable[TaskServer, Arrival, None]] = HandlerTable()
+
     def __init__(
         self,
         name: str,
         transport: Transport,
+        parts: Sequence[MakePart],
         *,
         process: str = "",
         store: Store | None = None,
@@ -150,25 +156,23 @@ class TaskServer:
         on_stall: Callable[[str], None] = lambda why: None,
         described: Callable[[str], str] = short_task_name,
     ) -> None:
-        self.name, self._process = name, process
+        self.name, self.process = name, process
         self._flights, self._on_stall = flights, on_stall
         self.recorder = flights.recorder if flights is not None else Recorder()
         self.store = store or Store()
-        settings = settings or TaskSettings()
+        self.settings = settings = settings or TaskSettings()
         self._lock = threading.Lock()
         self._live: dict[str, TaskInfo] = {}
         #: The plans registered here.
         self.plans = PlanRegistry(name)
         #: The queues and accumulators that it holds for peers.
         self.resources = TaskResources(name, self.store)
-        self._creation = VariableCreation(self.store, self.plans.program, self._refuse_for_another_process, name)
         self.threads = threads or OnDemandThreads(f"dflow {name}")
-        self.requests = RequestQueues(self.threads)
+        self._queues = RequestQueues(self.threads)
         #: Counts of the steps that this task has started.
         self.step_counts = StepCounts()
         self.observer = TaskObserver(self.recorder, self.state, self.usage)
-        self._gate = MemberGate(name)
-        self.refuse_departed = self._gate.refuse_departed
+        self.member_gate = MemberGate(name)
         #: Connections to the other tasks.
         self.peers = Peers(
             transport,
@@ -177,7 +181,7 @@ class TaskServer:
             connect_timeout_s=settings.connect_timeout_s,
             reach_timeout_s=settings.reach_timeout_s,
             note=self.recorder.note,
-            on_opened=self._gate.opened,
+            on_opened=self.member_gate.opened,
             submit=self.threads.submit,
         )
         #: The channel over which this task's plans send and receive.
@@ -191,28 +195,28 @@ class TaskServer:
             described=described,
             window_bytes=settings.window_bytes,
         )
+        #: Return the messages, values and bytes that this task has sent since its start, per edge.
+        self.traffic = self.channel.traffic
         #: The parts of steps that run here.
         self.runs = PlanRuns(name, self.store, self.channel, self.recorder, self.threads)
         self.starter = StepStarter(name, self.peers, self.plans, self.runs)
         #: Held closed while the state of all tasks is captured.
         self.gate = StepGate(name)
-        #: The runs of synchronous training that it aggregates.
-        self.rounds = StepAggregator(
-            name,
-            process,
-            self.resources,
-            self.starter.start_unattended,
-            self.gate,
-            self._soon,
-            has_left=self.channel.has_left,
-            ask=lambda task, message, on_reply: self.peer(task).start(message, on_reply=on_reply),
-        )
-        #: The runs of asynchronous training whose staleness it bounds.
-        self.staleness = StalenessBounds(self.channel.has_left, lambda: self._gate.death_known_at)
-        self._checkpoints = TaskCheckpoints(
-            name, self.store, self.channel.has_left, self.peers, settings.reach_timeout_s
-        )
+        self._requests: Handlers = {}
+        self._notices: Handlers = {}
+        self.parts: tuple[TaskPart, ...] = tuple(make(self) for make in parts)
+        self._add_handlers(self)
+        for part in self.parts:
+            self._add_handlers(part)
         self._listener = transport.listen(address, name=name, handler=self, resume_s=settings.reach_timeout_s)
+
+    def _add_handlers(self, part: TaskServer | TaskPart) -> None:
+        for kind, handle in part.notices.handlers.items():
+            self._notices[kind] = MethodType(handle, part)
+        for kind, request in part.requests.handlers.items():
+            method = MethodType(request, part)
+            is_queued = part.requests.threaded.get(kind)
+            self._requests[kind] = method if is_queued is None else partial(self._answer_on_thread, method, is_queued)
 
     @property
     def address(self) -> str:
@@ -222,14 +226,6 @@ class TaskServer:
     def peer(self, task: str) -> Peer:
         """Return the connection to another task, opened if needed; see `Peers.get`."""
         return self.peers.get(task)
-
-    def traffic(self) -> tuple[EdgeTraffic, ...]:
-        """Messages, values and bytes that this task has sent since its start, per edge."""
-        return self.channel.traffic()
-
-    def steps_ended(self) -> int:
-        """Number of parts of steps that have ended here, with or without an error."""
-        return self.runs.counts.totals().ended
 
     def doing(self) -> str:
         """Describe the oldest part of a step that runs here, and its longest wait, or what is compiled; else empty."""
@@ -252,7 +248,7 @@ class TaskServer:
         return TaskState(
             steps=steps.ended,
             step_s=steps.mean_s,
-            parts=self.steps_ended(),
+            parts=self.runs.counts.totals().ended,
             running=held.running,
             waiting=held.rendezvous.waiters,
             held=held.rendezvous.values,
@@ -286,7 +282,7 @@ class TaskServer:
         with self._lock:
             before, self._live = self._live, live
         self.channel.set_senders(len(live) - 1)
-        self._gate.roster_changed(roster)
+        self.member_gate.roster_changed(roster)
         self.recorder.note(ROSTER_CHANGED, None, "", f"version {roster.version}, {len(live)} live, {len(gone)} left")
         for task, info in gone.items():
             # Other tasks that left were handled with an earlier roster, and have started nothing since.
@@ -297,22 +293,21 @@ class TaskServer:
         processes = {task: info.process for task, info in live.items()}
         self.peers.set_addresses({task: info.address for task, info in live.items()}, left, processes)
         if self.name in live:
-            self.peers.introduce(self._gate.introduction(live[self.name]))
+            self.peers.introduce(self.member_gate.introduction(live[self.name]))
         for task, info in live.items():
             if task in before and before[task].life != info.life:
                 self.task_left(task, "it was started again")
             self.channel.task_joined(task)
         # Held messages of new members, only now: before `task_joined` the channel may drop values in their steps.
-        self._gate.admit()
+        self.member_gate.admit()
 
     def task_left(self, task: str, why: str) -> None:
         """Handle the loss of a task: cancel the steps it started, and fail waits for its values with `TaskLost`."""
         error = TaskLost(f"{task} has left the cluster: {why}")
         for step in self.channel.task_left(task, error):
             self.runs.cancel(step, error)
-        self.rounds.task_left(task)
-        self.staleness.task_left(task)
-        self._checkpoints.task_left(task)
+        for part in self.parts:
+            part.left(task)
 
     def close(self) -> None:
         """Cancel the running parts, stop listening and close every connection; a second call does nothing."""
@@ -320,10 +315,10 @@ class TaskServer:
             self.runs.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
         closes = TaskLost(f"{self.name} has left the cluster: it closes")
         self.gate.open()
-        self.rounds.close(closes)
-        self.staleness.close(closes)
+        for part in self.parts:
+            part.close(closes)
         self.plans.compiling.close(closes)
-        self.requests.close()
+        self._queues.close()
         self._listener.close()
         self.peers.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
@@ -334,63 +329,70 @@ class TaskServer:
     def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         """Handle a request; see `MemberGate` for those from a connection that is not yet a member's."""
         arrival = RequestArrival(peer, payload, responder)
-        if peer in self._gate.members or message.is_open:
-            self._handle(REQUESTS, message, arrival)
+        if peer in self.member_gate.members or message.is_open:
+            self._handle(self._requests, message, arrival)
         else:
-            self._gate.take(peer, Arrived(partial(self._handle_admitted, message, arrival), responder.fail))
+            self.member_gate.take(peer, Arrived(partial(self._handle_admitted, message, arrival), responder.fail))
 
     def _handle_admitted(self, message: Message, arrival: RequestArrival) -> None:
         try:
-            self._handle(REQUESTS, message, arrival)
+            self._handle(self._requests, message, arrival)
         except Exception as error:
             arrival.responder.fail(error)
 
     def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         """Handle a notification; see `MemberGate` for those from a connection that is not yet a member's."""
         arrival = Arrival(peer, payload)
-        if peer in self._gate.members:
-            self._handle(NOTICES, message, arrival)
+        if peer in self.member_gate.members:
+            self._handle(self._notices, message, arrival)
         else:
-            handle, refused = partial(self._handle, NOTICES, message, arrival), partial(self._refused, peer, message)
-            self._gate.take(peer, Arrived(handle, refused))
+            handle = partial(self._handle, self._notices, message, arrival)
+            self.member_gate.take(peer, Arrived(handle, partial(self._refused, peer, message)))
 
     def _refused(self, peer: Peer, message: Message, error: TaskLost) -> None:
         # A value of the step may come when the task is back, and nothing would end the step then.
-        if isinstance(message, CancelStep) and message.origin == peer.name and self._gate.may_come_back(peer):
+        if isinstance(message, CancelStep) and message.origin == peer.name and self.member_gate.may_come_back(peer):
             self.channel.abort(StepId(message.origin, message.step), error)
 
-    def _handle(self, table: HandlerTable[TaskServer, Any, None], message: Message, arrival: Arrival) -> None:
-        handle = table.get(type(message))
+    def _handle(self, handlers: Handlers, message: Message, arrival: Arrival) -> None:
+        handle = handlers.get(type(message))
         if handle is None:
             kind = type(message).__name__
-            if table is NOTICES and REQUESTS.get(type(message)) is not None:
+            if handlers is self._notices and type(message) in self._requests:
                 raise NotImplementedError(f"{kind} is a request; use `call`")
-            raise NotImplementedError(f"a task does not {'answer' if table is REQUESTS else 'take'} {kind}")
+            raise NotImplementedError(f"a task does not {'answer' if handlers is self._requests else 'take'} {kind}")
         if message.speaker and (whose := getattr(message, message.speaker)) != arrival.peer.name:
             kind = type(message).__name__
             raise SecurityError(f"{arrival.peer.name} may not speak for {whose}, as this {kind} does")
-        handle(self, message, arrival)
+        handle(message, arrival)
+
+    def _answer_on_thread(self, handle: Answering, is_queued: bool, message: Message, arrival: RequestArrival) -> None:
+        submit = partial(self._queues.submit, arrival.peer.name) if is_queued else self.threads.submit
+        submit(answer, handle, message, arrival, self.member_gate.refuse_departed)
 
     def on_close(self, peer: Peer, reason: str) -> None:
         """End the waits for values from a peer, since some may be lost with the connection."""
-        self._gate.closed(peer)
+        self.member_gate.closed(peer)
         self.recorder.note(CONNECTION_LOST, None, peer.name, reason)
         error = TaskLost(f"the connection between {self.name} and {peer.name} has ended: {reason}")
         self.channel.connection_lost(peer.name, error)
 
-    def _soon(self, work: Callable[..., object], *args: Any) -> None:
-        """Run work on a thread; ignored once the task is closed."""
-        with contextlib.suppress(RuntimeError):
+    def soon(self, work: Callable[..., object], *args: Any) -> None:
+        """Run work on a thread; ignored once the task is closed, or the process at its end."""
+        try:
             self.threads.submit(work, *args)
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
 
     # Requests handled on the reader thread.
 
-    @REQUESTS.handles(Introduce)
+    @requests.handles(Introduce)
     def _introduce(self, message: Introduce, arrival: RequestArrival) -> None:
-        self._gate.introduced(arrival.peer, message)
+        self.member_gate.introduced(arrival.peer, message)
         arrival.responder.reply(Ok())
 
-    @REQUESTS.handles(RunPlan)
+    @requests.handles(RunPlan)
     def _run_plan(self, message: RunPlan, arrival: RequestArrival) -> None:
         self.peers.adopt(arrival.peer)
         plan, step = self.plans.get(message.handle), StepId(message.origin, message.step)
@@ -403,44 +405,44 @@ class TaskServer:
             of=message.of,
         )
 
-    @REQUESTS.handles(CancelStep)
+    @requests.handles(CancelStep)
     def _cancel_step(self, message: CancelStep, arrival: RequestArrival) -> None:
         self._cancel_as_told(message, arrival)
         arrival.responder.reply(Ok())
 
-    @REQUESTS.handles(GetClock)
+    @requests.handles(GetClock)
     def _get_clock(self, message: GetClock, arrival: RequestArrival) -> None:
         arrival.responder.reply(*self.observer.answer(message))
 
     # Requests handled on threads.
 
-    @REQUESTS.queued(ReadVariables)
+    @requests.queued(ReadVariables)
     def _read_variables(self, message: ReadVariables, arrival: RequestArrival) -> Handled:
         infos, data = encode_arrays(self.store.views(message.keys))
         return Arrays(infos), data
 
-    @REQUESTS.queued(WriteVariable)
+    @requests.queued(WriteVariable)
     def _write_variable(self, message: WriteVariable, arrival: RequestArrival) -> None:
         self.store.write(message.name, jax.device_put(decode_array(message.dtype, message.shape, arrival.payload)))
 
-    @REQUESTS.queued(ForgetState)
+    @requests.queued(ForgetState)
     def _forget(self, message: ForgetState, arrival: RequestArrival) -> None:
         held = self.store.table if message.is_variable else self.resources
         held.forget(message.key, message.reason, message.remedy)
 
-    @REQUESTS.queued(CreateResource)
+    @requests.queued(CreateResource)
     def _create_resource(self, message: CreateResource, arrival: RequestArrival) -> None:
-        self._refuse_for_another_process(message.name, message.process)
+        self.refuse_for_another_process(message.name, message.process)
         self.resources.create(message)
 
-    @REQUESTS.queued(CallResource)
+    @requests.queued(CallResource)
     def _call_resource(self, message: CallResource, arrival: RequestArrival) -> None:
         operands = decode_arrays(message.operands, arrival.payload)
         executable = self.resources.executable(message)
         step = StepId(message.origin, message.step)
         self.runs.run(executable, step, operands, partial(answer_arrays, arrival.responder))
 
-    @REQUESTS.queued(RegisterPlan)
+    @requests.queued(RegisterPlan)
     def _register_plan(self, message: RegisterPlan, arrival: RequestArrival) -> Handled:
         wanted = self.plans.wanted(message)
         if wanted:
@@ -449,53 +451,44 @@ class TaskServer:
 
     # Requests of tools.
 
-    @REQUESTS.on_own_thread(DumpEvents)
+    @requests.on_own_thread(DumpEvents)
     def _dump_events(self, message: DumpEvents, arrival: RequestArrival) -> Handled:
         return Dumped(self._flights.dump(message.why) if self._flights is not None else "")
 
     # Notices.
 
-    @NOTICES.handles(CancelStep)
+    @notices.handles(CancelStep)
     def _cancel_as_told(self, message: CancelStep, arrival: Arrival) -> None:
         step = StepId(message.origin, message.step)
         self.runs.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
 
-    @NOTICES.handles(ReleaseStep)
+    @notices.handles(ReleaseStep)
     def _release_step(self, message: ReleaseStep, arrival: Arrival) -> None:
         self.runs.release(StepId(message.origin, message.step), message.of)
 
-    @NOTICES.handles(ForgetResults)
+    @notices.handles(ForgetResults)
     def _forget_results(self, message: ForgetResults, arrival: Arrival) -> None:
         owner = owner_of(StepId(message.origin, message.first))
         self.store.applied.end_steps(message.run, owner, message.unfinished)
 
-    def _refuse_for_another_process(self, name: str, process: str) -> None:
+    def refuse_for_another_process(self, name: str, process: str) -> None:
         """Raise TaskLost when the coordinator placed `name` on another process of this task."""
-        if process not in ("", self._process):
+        if process not in ("", self.process):
             text = f"{name!r} is placed on an earlier process of {short_task_name(self.name)}"
             raise TaskLost(f"{text}, which has been started again since", REMEDY)
 
 
-# The handlers that only call one part of the task.
-REQUESTS.queued(CreateVariables)(
-    lambda task, message, arrival: task._creation.create(message, arrival.payload, arrival.peer.name)
-)
-for _request in CHECKPOINT_REQUESTS:
-    REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.handle(message))
-REQUESTS.queued(GetFed)(lambda task, message, _: task.resources.fed(message))
-REQUESTS.queued(ForgetFed)(lambda task, message, _: task.resources.forget_fed(message))
-REQUESTS.queued(FailQueue)(lambda task, message, _: task.resources.fail_queue(message))
-REQUESTS.queued(ProposeRounds)(lambda task, message, _: task.rounds.agree(message))
-REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task.rounds.open(message, arrival.payload))
-REQUESTS.queued(NextRound)(lambda task, message, arrival: task.rounds.ask(message, arrival.responder))
-REQUESTS.queued(LeaveRounds)(lambda task, message, arrival: task.rounds.leave(message, arrival.responder))
-REQUESTS.handles(BeginStep)(lambda task, message, arrival: task.staleness.begin(message, arrival.responder))
+# The handlers that only call one piece of the task.
+TaskServer.requests.queued(GetFed)(lambda task, message, _: task.resources.fed(message))
+TaskServer.requests.queued(ForgetFed)(lambda task, message, _: task.resources.forget_fed(message))
+TaskServer.requests.queued(FailQueue)(lambda task, message, _: task.resources.fail_queue(message))
 for _observation in ON_THREADS:
-    REQUESTS.on_own_thread(_observation)(lambda task, message, _: task.observer.answer(message))
+    TaskServer.requests.on_own_thread(_observation)(lambda task, message, _: task.observer.answer(message))
 for _kind in (Values, PulledValues):
-    NOTICES.handles(_kind)(lambda task, message, arrival: task.channel.arrived(message, arrival.payload, arrival.peer))
-NOTICES.handles(Offer)(lambda task, message, arrival: task.channel.offered(message, arrival.peer))
-NOTICES.handles(Pull)(lambda task, message, arrival: task.channel.pulled(message, arrival.peer))
-NOTICES.handles(Credit)(lambda task, message, arrival: task.channel.credited(message, arrival.peer))
-NOTICES.handles(EndStep)(lambda task, message, _: task.staleness.end(message))
-NOTICES.handles(ReleasePlan)(lambda task, message, _: task.plans.release(message.handle))
+    TaskServer.notices.handles(_kind)(
+        lambda task, message, arrival: task.channel.arrived(message, arrival.payload, arrival.peer)
+    )
+TaskServer.notices.handles(Offer)(lambda task, message, arrival: task.channel.offered(message, arrival.peer))
+TaskServer.notices.handles(Pull)(lambda task, message, arrival: task.channel.pulled(message, arrival.peer))
+TaskServer.notices.handles(Credit)(lambda task, message, arrival: task.channel.credited(message, arrival.peer))
+TaskServer.notices.handles(ReleasePlan)(lambda task, message, _: task.plans.release(message.handle))

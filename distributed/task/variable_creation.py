@@ -10,18 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import Sharding
 
+from dflow.distributed.task.arrivals import RequestArrival, RequestTable
+from dflow.distributed.task.task_part import TaskPart
+from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.task.variable_layout import on_devices
 from dflow.distributed.wire.codec import KEYS, decode_arrays, parse_dtype
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, VariablesCreated
 from dflow.lowering.programs.program import Program
-from dflow.lowering.state.store import Store
 from dflow.lowering.values.first_value import Unshared, joined_rows, unshared
 from dflow.lowering.values.kept_shardings import is_spread
 from dflow.tracing.errors import DflowError, VariableError, WireError
@@ -30,34 +32,27 @@ from dflow.tracing.ir.types import parse_dtype as parse_key_dtype
 from dflow.tracing.moments import reach
 
 
-class VariableCreation:
-    """Creates variables in `store`, that of `task`; thread-safe.
+class VariableCreation(TaskPart):
+    """Creates variables in the store of a task; thread-safe."""
 
-    `compiled`  loads the program of an export; called with its bytes and the task that sent it
-    `check`     raises for a variable that another process must hold; called with its name and process
-    """
+    requests: ClassVar[RequestTable[VariableCreation]] = RequestTable()
 
-    def __init__(
-        self,
-        store: Store,
-        compiled: Callable[[memoryview, str], Program],
-        check: Callable[[str, str], None] = lambda name, process: None,
-        task: str = "",
-    ) -> None:
-        self._store, self._compiled, self._check, self._task = store, compiled, check, task
+    def __init__(self, task: TaskServer) -> None:
+        self._task, self._store = task, task.store
 
-    def create(self, message: CreateVariables, payload: memoryview, sender: str) -> VariablesCreated:
-        """Carry out a message of the task `sender`. Raises WireError when its parts do not match."""
-        arrays, blobs = _parts(message, payload)
-        reach("creation", self._task)
-        programs = [partial(self._compiled, blob, sender) for blob in blobs]
+    @requests.queued(CreateVariables)
+    def create(self, message: CreateVariables, arrival: RequestArrival) -> VariablesCreated:
+        """Create the variables of a message. Raises WireError when its parts do not match."""
+        arrays, blobs = _parts(message, arrival.payload)
+        reach("creation", self._task.name)
+        programs = [partial(self._task.plans.program, blob, arrival.peer.name) for blob in blobs]
         ends = itertools.accumulate(variable.arrays for variable in message.variables)
         missing: list[int] = []
         failures: dict[int, Failure] = {}
         for place, (variable, end) in enumerate(zip(message.variables, ends, strict=True)):
             values = arrays[end - variable.arrays : end]
             try:
-                self._check(variable.name, variable.process)
+                self._task.refuse_for_another_process(variable.name, variable.process)
                 if not values and not variable.calls and variable.name not in self._store:
                     missing.append(place)
                 else:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.task_role import join_cluster
 from dflow.state_backends import LOCAL
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import QueueError, QueueTypeError
@@ -106,7 +106,9 @@ def test_threads_of_compiled_steps_account_for_every_element() -> None:
 def test_a_step_on_a_cluster_uses_queues_of_its_own_process() -> None:
     with memory_cluster(ps=1, workers=1) as cluster:
         store = LOCAL.store
-        worker = Cluster(cluster.coordinator.address, cluster.network, job="worker", index=0, store=store, address="")
+        worker = join_cluster(
+            cluster.coordinator.address, cluster.network, job="worker", index=0, store=store, address=""
+        )
         with worker.parameter_servers():
             w = dflow.Variable(1.0, name="w")
         queue = numbers(2, 3)

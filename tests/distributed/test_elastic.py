@@ -13,6 +13,7 @@ from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.roles import make_coordinator
+from dflow.distributed.task_role import join_cluster, start_task
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
@@ -30,12 +31,12 @@ class Place:
         self.made: list[Cluster | StockTask | CoordinatorClient] = []
 
     def ps(self, index: int) -> StockTask:
-        task = StockTask(self.network, f"/job:ps/task:{index}", self.coordinator.address, address="")
+        task = start_task(self.network, f"/job:ps/task:{index}", self.coordinator.address, address="")
         self.made.append(task)
         return task
 
     def worker(self, index: int) -> Cluster:
-        made = Cluster(
+        made = join_cluster(
             self.coordinator.address,
             self.network,
             job="worker",

@@ -19,6 +19,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.roles import make_coordinator
+from dflow.distributed.task_role import join_cluster, start_task
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
@@ -45,7 +46,7 @@ def restart(memory: MemoryCluster, worker: Cluster) -> None:
     before.client.close("killed")
     before.server.close()
     until(lambda: before_left(memory))
-    memory.tasks["ps:0"] = StockTask(memory.network, task_name("ps", 0), memory.coordinator.address, address="")
+    memory.tasks["ps:0"] = start_task(memory.network, task_name("ps", 0), memory.coordinator.address, address="")
     process = memory.tasks["ps:0"].client.session.process
     until(lambda: any(info.process == process for info in worker.coordinator.session.roster.tasks))
 
@@ -111,10 +112,10 @@ def test_a_coordinator_that_was_restarted_meanwhile_knows_what_was_lost() -> Non
         return make_coordinator(network, "coordinator", {"ps": 1, "worker": 2}, store=store, settings=AT_ONCE)
 
     def worker(index: int) -> Cluster:
-        return Cluster("coordinator", network, job="worker", index=index, store=Store(), address="", settings=SOON)
+        return join_cluster("coordinator", network, job="worker", index=index, store=Store(), address="", settings=SOON)
 
     def ps() -> StockTask:
-        return StockTask(network, task_name("ps", 0), "coordinator", address="")
+        return start_task(network, task_name("ps", 0), "coordinator", address="")
 
     def names(cluster: Cluster) -> str:
         with cluster.parameter_servers():

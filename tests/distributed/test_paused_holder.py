@@ -14,10 +14,10 @@ import pytest
 
 import dflow
 from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.roles import make_coordinator
+from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import TaskLost
@@ -111,7 +111,7 @@ def test_a_step_fails_immediately_when_the_process_of_a_parameter_task_has_ended
         other = CoordinatorClient(SocketTransport(), coordinator.address, name="/job:worker/task:1")
         other.join("/job:worker/task:1", "nowhere")
         stack.callback(other.close)
-        worker = Cluster(coordinator.address, SocketTransport(), job="worker", index=0, store=Store())
+        worker = join_cluster(coordinator.address, SocketTransport(), job="worker", index=0, store=Store())
         stack.callback(worker.close)
         with worker.parameter_servers():
             queue = dflow.FIFOQueue(4, jnp.float32(0), name="queue")

@@ -13,6 +13,7 @@ import sys
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.roles import make_coordinator
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
+from dflow.distributed.task_role import TASK_PARTS
 from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
@@ -29,7 +30,7 @@ def main() -> None:
     server: TaskServer | Coordinator
     if role == "task":
         settings = TaskSettings(wait_timeout_s=2.0, connect_timeout_s=1.0, reach_timeout_s=0.0)
-        server = TaskServer(TASK, SocketTransport(LIMITS), address=address, settings=settings)
+        server = TaskServer(TASK, SocketTransport(LIMITS), TASK_PARTS, address=address, settings=settings)
         server.roster_changed(Roster(tuple(TaskInfo(worker, "127.0.0.1:1", 0.0) for worker in WORKERS), ()))
     else:
         server = make_coordinator(SocketTransport(LIMITS), address, {"ps": 1, "worker": 2})

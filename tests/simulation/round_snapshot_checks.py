@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 
 from dflow.distributed.snapshots.resumption import Snapshot
-from dflow.distributed.synchronous.step_aggregator import RunCopy
+from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
 from dflow.distributed.task.task_resources import SavedResource
 from dflow.distributed.task.task_server import TaskStatistics
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.wire.messages.message import Message, Notice
 from dflow.distributed.wire.messages.snapshots import CaptureState, StateRestored
+from tests.distributed.task_parts import part_of
 from tests.simulation.snapshot_checks import SnapshotChecks, names_on
 from tests.simulation.steps_program import RUN
 from tests.simulation.tasks import Member
@@ -48,7 +49,7 @@ class RoundSnapshotChecks(SnapshotChecks):
 
     def notified(self, member: Member, notice: Notice) -> None:
         """A task is about to capture its part of a snapshot, or to do something else with one."""
-        run = member.server.rounds._runs.get(RUN)
+        run = part_of(member.server, StepAggregator)._runs.get(RUN)
         if isinstance(notice, CaptureState) and run is not None and run._rounds.taking_part:
             self._whole.add(notice.number)
 

@@ -26,6 +26,7 @@ from dflow.distributed.synchronous.round_messages import (
     RoundOpen,
     accumulator_on,
 )
+from dflow.distributed.synchronous.step_aggregator import StepAggregator
 from dflow.distributed.synchronous.sync import Sync
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.message import Answer, Request
@@ -39,6 +40,7 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.resource_op import ResourceOp
+from tests.distributed.task_parts import part_of
 from tests.simulation.blocking_program import end_wait
 from tests.simulation.checks import name_of
 from tests.simulation.round_checks import PLACES, RoundChecks
@@ -179,7 +181,7 @@ class RoundsWorker(TrainingWorker):
         def told(reply: Any) -> None:
             if isinstance(reply, DeadlineExceeded):
                 host, error = self._tasks.member(self._host), str(reply)
-                run = None if host is None else host.server.rounds._runs.get(self._name)
+                run = None if host is None else part_of(host.server, StepAggregator)._runs.get(self._name)
                 is_updating = run is not None and run._rounds.is_updating
                 self._checks.overdue(self.seen_as(), self.task, done, error, asked_s, is_updating=is_updating)
 

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
-from dflow.distributed.cluster.joined_server import follow_coordinator
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.snapshots.task_snapshots import TaskSnapshots
 from dflow.distributed.task.task_server import TaskServer, TaskSettings, TaskStatistics
+from dflow.distributed.task_role import TASK_PARTS
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
@@ -48,12 +48,14 @@ class Member(BlockingProgram):
         self.says = tasks.says
         transport = SimulatedTransport(tasks.network, process, tasks.connections)
         clock = RoutineClock(tasks.events, process)
+        folder = tasks.snapshot_folder if process.host.startswith("ps:") else None
         self.server = TaskServer(
             self.name,
             transport,
+            [partial(SimulatedSnapshots, self, tasks) if make is TaskSnapshots else make for make in TASK_PARTS],
             process=str(process),
             address="",
-            settings=TaskSettings(wait_timeout_s=WAIT_S),
+            settings=TaskSettings(wait_timeout_s=WAIT_S, snapshots=folder),
             threads=SimulatedPool(process),
             clock=clock,
         )
@@ -75,12 +77,8 @@ class Member(BlockingProgram):
             settings=settings,
             clock=clock,
         )
-        folder = tasks.snapshot_folder if process.host.startswith("ps:") else None
-        server = self.server
-        self._snapshots = TaskSnapshots(
-            self.name, server.store, server.runs, server.rounds, server.resources, folder, self.driver.tell
-        )
-        follow_coordinator(self.driver, server, self._follow)
+        for part in self.server.parts:
+            part.follow(self.driver)
         self.driver.call_on_roster(self._take_over)
         self.driver.call_on_lost(self._given_up)
         self.driver.open_later()
@@ -152,21 +150,6 @@ class Member(BlockingProgram):
         self.driver.close(FINISHED)
         self.server.close()
 
-    def _follow(self, notice: Notice) -> None:
-        """Do what the coordinator asks for in another program, since that may wait for a lock or the disk.
-
-        As a thread, it may be overtaken by a later one before it begins.
-        """
-        program = BlockingProgram(self._tasks.events, self.process)
-
-        def handle() -> None:
-            if (late_s := self._tasks.network.late_start_s()) > 0:
-                program.sleep(late_s)
-            self._tasks.on_notice(self, notice)
-            self._snapshots.handle(notice)
-
-        program.start(handle)
-
     def _take_over(self, roster: Roster) -> None:
         self._checks.roster(str(self.process), roster)
         self.roster = roster
@@ -176,6 +159,26 @@ class Member(BlockingProgram):
     def _given_up(self, reason: str) -> None:
         self.say(f"has no coordinator any more: {reason}")
         self._on_given_up()
+
+
+class SimulatedSnapshots(TaskSnapshots):
+    """Handles each notice in another program, since that may wait for a lock or the disk."""
+
+    def __init__(self, member: Member, tasks: SimulatedTasks, server: TaskServer) -> None:
+        super().__init__(server)
+        self._member, self._tasks = member, tasks
+
+    def handle(self, message: Notice) -> None:
+        """Begin to handle a notice; as on a thread, a later one may be handled first."""
+        program = BlockingProgram(self._tasks.events, self._member.process)
+
+        def handle() -> None:
+            if (late_s := self._tasks.network.late_start_s()) > 0:
+                program.sleep(late_s)
+            self._tasks.on_notice(self._member, message)
+            TaskSnapshots.handle(self, message)
+
+        program.start(handle)
 
 
 class SimulatedTasks:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.task.checkpoint_messages import ReadPiece
+from dflow.distributed.task import task_checkpoints
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.lowering.files import divided_array
 from dflow.lowering.files.array_files import read_arrays
@@ -31,6 +31,7 @@ from dflow.tables.shard_layout import DIVISIONS, ShardLayout
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.ir.types import ArrayType
 from dflow.training import named_arrays
+from tests.distributed.task_parts import part_of
 from tests.effort import examples
 from tests.lowering.files.written_arrays import write_arrays
 
@@ -176,13 +177,13 @@ def test_each_chunk_is_written_by_one_task(
     monkeypatch.setattr(DividedArray, "_chunk", counted)
     monkeypatch.setattr(divided_array, "_CHUNK_BYTES", 40 * 64 * 4)
     asked = []
-    read_piece = TaskCheckpoints.read_piece
+    encode_arrays = task_checkpoints.encode_arrays
 
-    def noted(task: TaskCheckpoints, message: ReadPiece) -> Any:
-        asked.append(message)
-        return read_piece(task, message)
+    def noted(pieces: Any) -> Any:
+        asked.append(pieces)
+        return encode_arrays(pieces)
 
-    monkeypatch.setattr(TaskCheckpoints, "read_piece", noted)
+    monkeypatch.setattr(task_checkpoints, "encode_arrays", noted)  # for pieces that another task asks for
     with worker.parameter_servers():
         table = dflow.ShardedVariable(lambda: jnp.ones((320, 64)), shards=2, by=by, name=f"shared {by}")
     sent = sum(edge.size_bytes for edge in worker.traffic())
@@ -302,7 +303,7 @@ def test_a_task_that_ends_in_a_save_leaves_the_checkpoint_before(
                 lost.close()
                 raise dflow.TaskLost("it has ended")
 
-            monkeypatch.setattr(lost.server._checkpoints, "read_piece", ends)
+            monkeypatch.setattr(part_of(lost.server, TaskCheckpoints), "_piece", ends)
             manager.save(1)
             with pytest.raises(dflow.CheckpointError, match="expected to be saved, got"):
                 manager.wait()

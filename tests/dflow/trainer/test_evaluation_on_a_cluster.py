@@ -21,6 +21,7 @@ from dflow.distributed.wire.codec import decode_arrays
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.ir.types import ArrayType
+from tests.distributed.task_parts import handled, part_of, without_server
 from tests.distributed.waiting import DEADLINE_S, until
 
 COUNT = 24
@@ -43,7 +44,7 @@ def workers(memory: MemoryCluster) -> Iterator[list[Cluster]]:
 
 
 def is_freed(memory: MemoryCluster) -> bool:
-    held = [task.server._checkpoints for task in memory.tasks.values()]
+    held = [part_of(task.server, TaskCheckpoints) for task in memory.tasks.values()]
     return not any(one._shared or one._captured for one in held)
 
 
@@ -227,21 +228,21 @@ def test_a_standalone_process_evaluates_all_itself() -> None:
 def test_a_shared_capture_is_freed_with_its_last_user() -> None:
     store, left = Store(), set[str]()
     store.create("w", ArrayType(jnp.float32.dtype, (2,)), lambda: jnp.ones(2))
-    checkpoints = TaskCheckpoints("/job:ps/task:0", store, left.__contains__)
+    checkpoints = without_server(TaskCheckpoints, left.__contains__, name="/job:ps/task:0", store=store)
     a, b, c = (f"/job:worker/task:{index}" for index in range(3))
-    assert checkpoints.read_shared(ReadCapture(a, "e", ("w",)))[0].origin == ""
-    checkpoints.capture(CaptureVariables(a, 5, ("w",)))
-    checkpoints.handle(ShareCapture(a, 5, "e"))
+    assert handled(checkpoints, ReadCapture(a, "e", ("w",)))[0].origin == ""
+    handled(checkpoints, CaptureVariables(a, 5, ("w",)))
+    handled(checkpoints, ShareCapture(a, 5, "e"))
     with pytest.raises(dflow.TaskLost, match="ps:0 has not captured what worker:0 shares"):
-        checkpoints.handle(ShareCapture(a, 5, "e"))
+        handled(checkpoints, ShareCapture(a, 5, "e"))
     store.update("w", "assign_add", jnp.ones(2))
     left.add(c)
     for reader in (b, c):
-        found, data = checkpoints.read_shared(ReadCapture(reader, "e", ("w",)))
+        found, data = handled(checkpoints, ReadCapture(reader, "e", ("w",)))
         assert (found.origin, found.number) == (a, 5)
         [value] = decode_arrays(found.arrays, memoryview(b"".join(getattr(data, "parts", [data]))))
         assert (np.asarray(value) == 1).all()
-    checkpoints.task_left(a)
+    checkpoints.left(a)
     assert checkpoints._shared["e"].users == {b}
-    checkpoints.handle(EndShare(b, "e"))
+    handled(checkpoints, EndShare(b, "e"))
     assert not checkpoints._shared

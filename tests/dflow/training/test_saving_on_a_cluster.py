@@ -32,6 +32,7 @@ from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.ir.types import ArrayType
+from tests.distributed.task_parts import handled, part_of, without_server
 from tests.lowering.files.written_arrays import write_arrays
 
 X = jnp.ones((2, 3))
@@ -146,7 +147,7 @@ def test_what_a_program_makes_twice_by_its_name_is_saved_once(worker: Cluster, t
 def test_no_value_goes_through_the_worker(memory: MemoryCluster, worker: Cluster, tmp_path: Path) -> None:
     with worker.parameter_servers():
         table = dflow.Variable(lambda: jnp.ones((1000, 1000)), name="table")
-    served = memory.tasks["ps:0"].server
+    served = memory.tasks["ps:0"].server.channel
     before = sum(edge.size_bytes for edge in served.traffic()), sum(edge.size_bytes for edge in worker.traffic())
     dflow.save(tmp_path / "c", {"table": table})
     table.assign(jnp.zeros((1000, 1000)))
@@ -170,7 +171,7 @@ def test_a_damaged_array_leaves_every_variable_as_it_was(
     with pytest.raises(dflow.CheckpointError, match=says):
         dflow.restore(tmp_path / "c", run.state)
     same(run.values(), now)
-    assert not any(task.server._checkpoints._read for task in memory.tasks.values())
+    assert not any(part_of(task.server, TaskCheckpoints)._read for task in memory.tasks.values())
 
 
 def test_an_error_of_a_task_in_a_save_has_the_line_of_the_save(
@@ -223,7 +224,7 @@ def saving(folder: Path | str, place: str = "w") -> SaveVariables:
 def checkpoints() -> TaskCheckpoints:
     store = Store()
     store.create("w", ArrayType(jnp.dtype(jnp.float32), (3,)), lambda: jnp.ones(3))
-    return TaskCheckpoints("/job:ps/task:0", store, lambda task: task == "/job:worker/task:9")
+    return without_server(TaskCheckpoints, "/job:worker/task:9".__eq__, name="/job:ps/task:0", store=store)
 
 
 BEGUN = ".c.0123456789abcdef.writing"
@@ -237,9 +238,9 @@ def test_a_task_writes_nowhere_but_in_a_save(
 ) -> None:
     (tmp_path / folder).mkdir()
     with pytest.raises(dflow.CheckpointError, match=r"writes only into a folder that dflow\.save has begun"):
-        checkpoints.save(saving(tmp_path / folder, place))
+        handled(checkpoints, saving(tmp_path / folder, place))
     with pytest.raises(dflow.CheckpointError, match="writes only into"):
-        checkpoints.save(saving(Path(folder), place))
+        handled(checkpoints, saving(Path(folder), place))
     assert not any((tmp_path / folder).iterdir())
 
 
@@ -247,56 +248,56 @@ def test_a_task_writes_nowhere_but_in_a_save(
 def test_a_task_writes_nowhere_in_a_store_but_in_a_save(checkpoints: TaskCheckpoints, folder: str, place: str) -> None:
     url = f"memory://{secrets.token_hex(4)}"
     with pytest.raises(dflow.CheckpointError, match=r"writes only into a folder that dflow\.save has begun"):
-        checkpoints.save(saving(f"{url}/{folder}", place))
+        handled(checkpoints, saving(f"{url}/{folder}", place))
     with pytest.raises(dflow.CheckpointError, match="expected a path of this machine, or a URL of"):
-        checkpoints.save(saving(f"http://host/{folder}", place))
+        handled(checkpoints, saving(f"http://host/{folder}", place))
     with pytest.raises(dflow.CheckpointError, match=f"ps:0 sees no folder {url}, or not what was begun in it"):
-        checkpoints.save(saving(f"{url}/~0123456789abcdef"))
+        handled(checkpoints, saving(f"{url}/~0123456789abcdef"))
     assert ObjectPath(url).names() == []
 
 
 def test_a_task_that_sees_other_files_says_so(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
     with pytest.raises(dflow.CheckpointError, match=r"ps:0 sees no folder(.|\n)*save where all tasks of the cluster"):
-        checkpoints.save(saving(tmp_path / BEGUN))
+        handled(checkpoints, saving(tmp_path / BEGUN))
     write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
     with pytest.raises(dflow.CheckpointError, match=r"ps:0 finds another checkpoint at (.|\n)*save where all tasks"):
-        checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), "of another", {"w": "w"}))
+        handled(checkpoints, ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), "of another", {"w": "w"}))
 
 
 def test_a_task_writes_the_values_that_it_captured_until_the_capture_ends(
     checkpoints: TaskCheckpoints, tmp_path: Path
 ) -> None:
-    checkpoints.capture(CaptureVariables("/job:worker/task:0", 7, ("w",)))
-    checkpoints._store.update("w", "assign_add", jnp.ones(3))
+    handled(checkpoints, CaptureVariables("/job:worker/task:0", 7, ("w",)))
+    checkpoints._task.store.update("w", "assign_add", jnp.ones(3))
     for folder in (BEGUN, BEGUN.replace("0", "1")):
         (tmp_path / folder).mkdir()
-    checkpoints.save(saving(tmp_path / BEGUN))
+    handled(checkpoints, saving(tmp_path / BEGUN))
     assert [file.read_bytes()[:12] for file in (tmp_path / BEGUN / "w").glob("c*")] == [np.ones(3, "f4").tobytes()]
-    checkpoints.end_capture(EndCapture("/job:worker/task:0", 7))
+    handled(checkpoints, EndCapture("/job:worker/task:0", 7))
     with pytest.raises(dflow.TaskLost, match="ps:0 has not captured what worker:0 saves"):
-        checkpoints.save(saving(tmp_path / BEGUN.replace("0", "1")))
+        handled(checkpoints, saving(tmp_path / BEGUN.replace("0", "1")))
 
 
 def test_a_capture_of_a_worker_that_has_left_is_freed(checkpoints: TaskCheckpoints) -> None:
     for worker in ("/job:worker/task:0", "/job:worker/task:9"):
-        checkpoints.capture(CaptureVariables(worker, 1, ("w",)))
+        handled(checkpoints, CaptureVariables(worker, 1, ("w",)))
     assert [*checkpoints._captured] == [("/job:worker/task:0", 1)]
-    checkpoints.task_left("/job:worker/task:0")
+    checkpoints.left("/job:worker/task:0")
     assert not checkpoints._captured
 
 
 def test_a_save_frees_what_the_tasks_captured(memory: MemoryCluster, worker: Cluster, tmp_path: Path) -> None:
     dflow.save(tmp_path / "c", program(worker).state)
-    assert not any(task.server._checkpoints._captured for task in memory.tasks.values())
+    assert not any(part_of(task.server, TaskCheckpoints)._captured for task in memory.tasks.values())
 
 
 def test_a_restore_of_a_worker_that_has_left_is_let_go_of(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
     write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
     id = read_arrays(tmp_path / "c").id
     for worker in ("/job:worker/task:0", "/job:worker/task:9"):
-        checkpoints.read(ReadCheckpoint(worker, 1, str(tmp_path / "c"), id, {"w": "w"}))
+        handled(checkpoints, ReadCheckpoint(worker, 1, str(tmp_path / "c"), id, {"w": "w"}))
     assert [*checkpoints._read] == [("/job:worker/task:0", 1)]
-    checkpoints.task_left("/job:worker/task:0")
+    checkpoints.left("/job:worker/task:0")
     assert not checkpoints._read
 
 
@@ -308,10 +309,10 @@ def test_a_restore_that_ends_while_its_values_are_read_keeps_none(
 
     def read_late(*args: Any) -> Any:
         values = read(*args)
-        checkpoints.end(EndRestore("/job:worker/task:0", 1, is_set=False))  # from a worker that no longer waits
+        handled(checkpoints, EndRestore("/job:worker/task:0", 1, is_set=False))  # from a worker that no longer waits
         return values
 
     monkeypatch.setattr(Store, "read_saved", read_late)
     id = read_arrays(tmp_path / "c").id
-    checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), id, {"w": "w"}))
+    handled(checkpoints, ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), id, {"w": "w"}))
     assert not checkpoints._read

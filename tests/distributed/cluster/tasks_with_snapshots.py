@@ -15,6 +15,7 @@ from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.roles import COORDINATOR_PARTS, make_coordinator
 from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.resumption import newest_snapshot, resumed
+from dflow.distributed.task_role import join_cluster, start_task
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import task_name
@@ -46,11 +47,11 @@ class Tasks:
 
     def join(self, index: int) -> Cluster:
         address = self.coordinator.address
-        return Cluster(address, self.network, job="worker", index=index, store=LOCAL.store, address="")
+        return join_cluster(address, self.network, job="worker", index=index, store=LOCAL.store, address="")
 
     def start(self, index: int) -> StockTask:
         address = self.coordinator.address
-        return StockTask(self.network, task_name("ps", index), address, address="", snapshots=self.folder)
+        return start_task(self.network, task_name("ps", index), address, address="", snapshots=self.folder)
 
     def start_again(self, index: int) -> None:
         """End a process of a parameter task, and start the next one, which is empty."""

@@ -15,6 +15,7 @@ import pytest
 import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.roles import make_coordinator
+from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster
@@ -164,7 +165,7 @@ def aligned_zeros(*shape: int) -> Any:
 
 def test_a_coordinator_nobody_answers_for() -> None:
     with pytest.raises(DeadlineExceeded, match=r"the coordinator at nowhere could not be reached within 0\.2 s"):
-        Cluster("nowhere", MemoryNetwork(), job="worker", index=0, store=Store(), settings=SOON, address="")
+        join_cluster("nowhere", MemoryNetwork(), job="worker", index=0, store=Store(), settings=SOON, address="")
 
 
 def test_an_address_nobody_answers_at_over_tcp() -> None:
@@ -176,7 +177,7 @@ def test_a_parameter_task_that_never_comes_is_named() -> None:
     network = MemoryNetwork()
     coordinator = make_coordinator(network, "", {"ps": 2, "worker": 1})
     with closing(coordinator), pytest.raises(DeadlineExceeded, match=r"2 are missing: ps:0, ps:1") as caught:
-        Cluster(coordinator.address, network, job="worker", index=0, store=Store(), settings=SOON, address="")
+        join_cluster(coordinator.address, network, job="worker", index=0, store=Store(), settings=SOON, address="")
     assert "waited 0.2 s" in str(caught.value)
 
 
@@ -186,7 +187,7 @@ def test_a_job_that_looks_misspelt_is_said_to(
 ) -> None:
     with suppress(DeadlineExceeded):  # worker:1 is expected as well
         address = memory.coordinator.address
-        Cluster(address, memory.network, job=job, index=1, store=Store(), settings=SOON, address="").close()
+        join_cluster(address, memory.network, job=job, index=1, store=Store(), settings=SOON, address="").close()
     texts = [record.getMessage() for record in caplog.records if "meant?" in record.getMessage()]
     expected = [f"/job:{job}/task:1 has joined as the first of job {job!r}, was {meant} meant?"] if meant else []
     assert texts == expected

@@ -18,8 +18,8 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.roles import make_coordinator
+from dflow.distributed.task_role import start_task
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
@@ -145,7 +145,7 @@ def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
 )
 def test_nonsense_at_a_task_ends_its_own_connection_alone(nonsense: bytes) -> None:
     coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1, "worker": 1})
-    task = StockTask(SocketTransport(), "/job:ps/task:0", coordinator.address)
+    task = start_task(SocketTransport(), "/job:ps/task:0", coordinator.address)
     worker = dflow.connect(coordinator.address, index=0, settings=SOON)
     assert isinstance(worker, Cluster)
     _, step = one_variable(worker)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.roles import make_coordinator
+from dflow.distributed.task_role import start_task
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
@@ -92,9 +92,9 @@ client.leave()
 def test_a_task_whose_name_is_taken_listens_no_longer() -> None:
     network = MemoryNetwork()
     coordinator = make_coordinator(network, "", {"ps": 1})
-    first = StockTask(network, PS0, coordinator.address, "memory:first")
+    first = start_task(network, PS0, coordinator.address, "memory:first")
     with pytest.raises(RemoteError, match="ps:0 is already live at memory:first"):
-        StockTask(network, PS0, coordinator.address, "memory:second")
+        start_task(network, PS0, coordinator.address, "memory:second")
     network.listen("memory:second", name=PS0, handler=RefuseAll()).close()
     first.close()
     coordinator.close()
@@ -107,7 +107,7 @@ def test_a_task_whose_address_is_taken_leaves_no_session(monkeypatch: pytest.Mon
     closed: list[str] = []
     monkeypatch.setattr(CoordinatorClient, "close", lambda client, why: closed.append(why))
     with pytest.raises(OSError, match="memory:taken"):
-        StockTask(network, PS0, coordinator.address, "memory:taken")
+        start_task(network, PS0, coordinator.address, "memory:taken")
     assert closed == ["could not join"]
     monkeypatch.undo()
     taken.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ import pytest
 from msgspec import structs
 
 from dflow.distributed.snapshots.task_snapshots import TaskSnapshots
-from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
+from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_resources import TaskResources
+from dflow.distributed.task.task_server import TaskSettings
 from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.resources import CreateResource
 from dflow.distributed.wire.messages.snapshots import (
@@ -40,6 +41,7 @@ from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from tests.disk_faults import FAULTS
+from tests.distributed.task_parts import without_server
 
 PS = "/job:ps/task:0"
 #: Values of several types, by key.
@@ -65,8 +67,10 @@ class Runs:
         self.cancelled.append(step)
 
 
-class Rounds:
+class Rounds(TaskPart):
     """Stands for the task's runs of synchronous training."""
+
+    saved_as, copied = StepAggregator.saved_as, StepAggregator.copied
 
     def __init__(self) -> None:
         self.runs = (RunCopy("run", 9, 2, 2, 4), RunCopy("new", None, 0, None, 0))
@@ -75,8 +79,8 @@ class Rounds:
     def copy(self) -> tuple[RunCopy, ...]:
         return self.runs
 
-    def return_to(self, copies: tuple[RunCopy, ...], epoch: int) -> None:
-        self.returned = copies
+    def return_to(self, copy: Iterable[RunCopy], epoch: int) -> None:
+        self.returned = tuple(copy)
 
 
 class Task:
@@ -85,9 +89,17 @@ class Task:
     def __init__(self, folder: Path | None) -> None:
         self.store, self.runs, self.told = Store(), Runs(), list[Notice]()
         self.rounds = Rounds()
-        rounds, runs = cast(StepAggregator, self.rounds), cast(PlanRuns, self.runs)
         self.resources = TaskResources(PS, self.store)
-        self.snapshots = TaskSnapshots(PS, self.store, runs, rounds, self.resources, folder, self.told.append)
+        self.snapshots = without_server(
+            TaskSnapshots,
+            name=PS,
+            store=self.store,
+            runs=self.runs,
+            resources=self.resources,
+            parts=(self.rounds,),
+            settings=TaskSettings(snapshots=folder),
+        )
+        self.snapshots._tell = self.told.append
 
     def create(self) -> None:
         for key, make in VALUES.items():

@@ -203,7 +203,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[TaskServer, TaskServe
     kind: Kind = KINDS[request.param]
     transport = kind.make(None)
     chosen = TaskSettings(window_bytes=(1 + len(CLIENTS)) * 4 * (SIZE + COST_BYTES))
-    made = tuple(TaskServer(name, transport, address=kind.free, settings=chosen) for name in (WORKER, PS))
+    made = tuple(TaskServer(name, transport, (), address=kind.free, settings=chosen) for name in (WORKER, PS))
     for server in made:
         server.roster_changed(roster(*made))
     made[0].peer(PS)  # plans connect a destination before they send to it

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.tracing.errors import CheckpointError, DflowError, RemoteError, TaskLost
 from dflow.tracing.ir.resource_op import ResourceOp
+from tests.distributed.task_parts import handled, without_server
 
 PS, A, B = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 OTHERS = ("/job:ps/task:1", "/job:ps/task:2")
@@ -47,15 +50,16 @@ class ByHand:
         self.rounds: list[StepOfRun] = []
         self.answers: list[Message | BaseException] = []
         self.gone: set[str] = set()
-        self.host = StepAggregator(
-            PS,
-            process,
-            self,  # type: ignore[arg-type]
-            self.update,
-            StepGate(PS),
-            lambda do, *args: do(*args),
-            has_left=self.gone.__contains__,
-            ask=self.ask_task,
+        self.host = without_server(
+            StepAggregator,
+            self.gone.__contains__,
+            name=PS,
+            process=process,
+            resources=self,
+            starter=SimpleNamespace(start_unattended=self.update),
+            gate=StepGate(PS),
+            soon=lambda do, *args: do(*args),
+            peer=lambda task: SimpleNamespace(start=partial(self.ask_task, task)),
         )
         #: Requests to other tasks to free an accumulator, each with its callback.
         self.asked: list[tuple[str, str, Callable[[Any], None]]] = []
@@ -76,6 +80,9 @@ class ByHand:
     def forget(self, name: str, reason: str, remedy: str) -> None:
         self.forgotten.append(name)
 
+    def handle(self, message: Message, payload: bytes = b"") -> Any:
+        return handled(self.host, message, payload, self)
+
     def ask_task(self, task: str, message: ForgetState, on_reply: Callable[[Any], None]) -> None:
         if task in self.gone:
             raise TaskLost(f"{task} has left")
@@ -92,13 +99,13 @@ class ByHand:
         self.answers.append(error)
 
     def open(self, rounds: int = 1, workers: Sequence[str] = (A, B), others: tuple[str, ...] = ()) -> None:
-        agreed = [self.host.agree(ProposeRounds("run", worker, rounds, 2, "sums", others)) for worker in workers]
+        agreed = [self.handle(ProposeRounds("run", worker, rounds, 2, "sums", others)) for worker in workers]
         infos, payload = encode_arrays([np.ones(1000, np.float32)])
         message = OpenRounds("run", rounds, 2, (A, B), *[agreed[0].accumulator] * 2, {PS: 0}, before=infos)
-        self.host.open(message, memoryview(payload))
+        self.handle(message, bytes(payload))
 
     def ask(self, worker: str, done: int, accumulator: str = "sums") -> None:
-        self.host.ask(NextRound("run", worker, done, accumulator, 100.0), self)
+        self.handle(NextRound("run", worker, done, accumulator, 100.0))
 
 
 @pytest.mark.parametrize("error", [None, DflowError("no room")], ids=["ends", "fails"])
@@ -133,20 +140,20 @@ def test_what_a_run_was_fed_is_let_go_of_at_its_end(error: BaseException | None)
 def test_an_accumulator_is_of_one_run_at_a_time_and_released_when_all_have_left_it() -> None:
     run = ByHand()
     run.open()
-    assert run.host.agree(ProposeRounds("another", A, 3, 5, "sums")) == RoundsAgreed(5, "sums 1", False)
-    assert run.host.agree(ProposeRounds("another", B, 3, 1, "others")) == RoundsAgreed(5, "sums 1", False)
-    run.host.leave(LeaveRounds("run", A, -1, "sums"), run)
+    assert run.handle(ProposeRounds("another", A, 3, 5, "sums")) == RoundsAgreed(5, "sums 1", False)
+    assert run.handle(ProposeRounds("another", B, 3, 1, "others")) == RoundsAgreed(5, "sums 1", False)
+    run.handle(LeaveRounds("run", A, -1, "sums"))
     assert run.forgotten == []
-    run.host.task_left(B)
+    run.host.left(B)
     assert run.forgotten == ["sums"]
-    run.host.leave(LeaveRounds("another", A, -1, "sums"), run)
+    run.handle(LeaveRounds("another", A, -1, "sums"))
     assert run.forgotten == ["sums", "sums 1"]
-    assert run.host.agree(ProposeRounds("run", A, 1, 2, "sums")) == RoundsAgreed(2, "sums", False)
+    assert run.handle(ProposeRounds("run", A, 1, 2, "sums")) == RoundsAgreed(2, "sums", False)
     run.gone.add(B)
     with pytest.raises(TaskLost, match=f"{B} has left the cluster, and cannot take part in a run"):
-        run.host.agree(ProposeRounds("run", B, 1, 2, "sums"))
+        run.handle(ProposeRounds("run", B, 1, 2, "sums"))
     with pytest.raises(RemoteError, match="run 'run' has 1 rounds and was asked for with 2"):
-        run.host.agree(ProposeRounds("run", A, 2, 2, "sums"))
+        run.handle(ProposeRounds("run", A, 2, 2, "sums"))
 
 
 def test_who_waits_is_answered_when_the_task_closes_and_not_again() -> None:
@@ -157,7 +164,7 @@ def test_who_waits_is_answered_when_the_task_closes_and_not_again() -> None:
     run.host.close(TaskLost("it closes"))
     [answer] = run.answers
     assert isinstance(answer, TaskLost)
-    run.host.leave(LeaveRounds("run", B, 0, "sums"), run)
+    run.handle(LeaveRounds("run", B, 0, "sums"))
     run.averages[0]((np.zeros(1000, np.float32),))
     run.updates[0][1](None)
     assert run.answers == [answer, RoundsLeft()]
@@ -166,34 +173,34 @@ def test_who_waits_is_answered_when_the_task_closes_and_not_again() -> None:
 def test_a_name_is_free_and_the_last_leave_answered_when_all_tasks_have_freed_their_accumulators() -> None:
     run = ByHand()
     run.open(others=OTHERS)
-    run.host.leave(LeaveRounds("run", A, -1, "sums"), run)
+    run.handle(LeaveRounds("run", A, -1, "sums"))
     assert (run.answers, run.asked) == ([RoundsLeft()], [])
-    run.host.leave(LeaveRounds("run", B, -1, "sums"), run)
+    run.handle(LeaveRounds("run", B, -1, "sums"))
     assert run.forgotten == ["sums"]
     assert [asked[:2] for asked in run.asked] == [(OTHERS[0], "sums/ps:1"), (OTHERS[1], "sums/ps:2")]
     run.asked[0][2](Ok())
-    assert run.host.agree(ProposeRounds("early", A, 3, 2, "sums")).accumulator == "sums 1"
+    assert run.handle(ProposeRounds("early", A, 3, 2, "sums")).accumulator == "sums 1"
     assert run.answers == [RoundsLeft()]
     run.asked[1][2](Ok())
     assert run.answers == [RoundsLeft()] * 2
-    assert run.host.agree(ProposeRounds("late", A, 3, 2, "sums")).accumulator == "sums"
+    assert run.handle(ProposeRounds("late", A, 3, 2, "sums")).accumulator == "sums"
 
 
 def test_a_name_is_not_used_again_where_a_task_may_still_hold_its_accumulator() -> None:
     run = ByHand()
     run.gone.add(OTHERS[0])
     run.open(workers=[A], others=OTHERS)
-    run.host.leave(LeaveRounds("run", A, -1, "sums"), run)
+    run.handle(LeaveRounds("run", A, -1, "sums"))
     assert run.answers == []
     run.asked[0][2](Ok())
     assert run.answers == [RoundsLeft()]
-    assert run.host.agree(ProposeRounds("another", A, 3, 2, "sums")).accumulator == "sums 1"
+    assert run.handle(ProposeRounds("another", A, 3, 2, "sums")).accumulator == "sums 1"
 
 
 def test_a_leave_that_waits_is_answered_when_the_task_closes_and_not_again() -> None:
     run = ByHand()
     run.open(workers=[A], others=OTHERS)
-    run.host.leave(LeaveRounds("run", A, -1, "sums"), run)
+    run.handle(LeaveRounds("run", A, -1, "sums"))
     run.host.close(TaskLost("it closes"))
     [answer] = run.answers
     assert isinstance(answer, TaskLost)
@@ -211,8 +218,8 @@ def test_an_opening_of_another_process_is_none_of_this_one() -> None:
     with pytest.raises(TaskLost, match=text):
         run.ask(A, 7)
     with pytest.raises(TaskLost, match=text):
-        run.host.open(OpenRounds("run", 3, 2, (A, B), "sums", "sums", {PS: 0}), memoryview(b""))
-    run.host.leave(LeaveRounds("run", B, 7, "sums"), run)
+        run.handle(OpenRounds("run", 3, 2, (A, B), "sums", "sums", {PS: 0}))
+    run.handle(LeaveRounds("run", B, 7, "sums"))
     assert run.enough[given:] == [1], "the gradient of the worker that left does not come"
 
 
@@ -236,7 +243,7 @@ def test_a_failed_round_that_is_in_a_snapshot_keeps_its_identity_in_another_proc
     run.averages[0]((np.zeros(1, np.float32),))
     run.updates[0][1](RemoteError("it fails on one task"))
     for worker in (A, B):
-        run.host.leave(LeaveRounds("run", worker, -1, "sums"), run)
+        run.handle(LeaveRounds("run", worker, -1, "sums"))
     [copy] = run.host.copy()
     assert copy.is_half_done
     other.host.return_to([copy], 1)

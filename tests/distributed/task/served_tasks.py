@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
+from dflow.distributed.task_role import TASK_PARTS
 from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.distributed.wire.codec import decode_arrays, encode_array
 from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Introduce
@@ -42,7 +43,8 @@ class Cluster:
     def __init__(self, kind: Kind, settings: TaskSettings) -> None:
         self.transport: Transport = kind.make(None)
         self.tasks = {
-            name: TaskServer(name, self.transport, address=kind.free, settings=settings) for name in (PS, WORKER, OTHER)
+            name: TaskServer(name, self.transport, TASK_PARTS, address=kind.free, settings=settings)
+            for name in (PS, WORKER, OTHER)
         }
         for server in self.tasks.values():
             server.roster_changed(roster(*self.tasks.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,10 +15,9 @@ import numpy as np
 import pytest
 
 from dflow.distributed.steps import plan_registry
+from dflow.distributed.task import task_checkpoints, variable_creation
 from dflow.distributed.task.checkpoint_messages import ReadCheckpoint, SaveVariables
-from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
-from dflow.distributed.task.variable_creation import VariableCreation
 from dflow.distributed.transport.base import Peer, PendingReply, Transport
 from dflow.distributed.transport.link import Limits, on_reader_thread
 from dflow.distributed.wire.codec import encode_array
@@ -25,7 +25,7 @@ from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan, RunPlan
 from dflow.distributed.wire.messages.transfers import Values
-from dflow.distributed.wire.messages.variables import CreateVariables, VariablesCreated, WriteVariable
+from dflow.distributed.wire.messages.variables import CreateVariables, WriteVariable
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
@@ -164,10 +164,11 @@ def test_closing_waits_for_no_compilation(compilations: Compilations, make_clust
     assert len(compilations.began) == 2
 
 
-SLOW: dict[str, tuple[type, str, Message, Any]] = {
-    "save": (TaskCheckpoints, "save", SaveVariables(CLIENT, 1, "/nowhere", ()), None),
-    "read": (TaskCheckpoints, "read", ReadCheckpoint(CLIENT, 1, "/nowhere", "", {}), None),
-    "create": (VariableCreation, "create", CreateVariables((), ()), VariablesCreated()),
+#: Requests, each with a function that its handler calls.
+SLOW: dict[str, tuple[ModuleType, str, Message]] = {
+    "save": (task_checkpoints, "place_of", SaveVariables(CLIENT, 1, "/nowhere", ())),
+    "read": (task_checkpoints, "open_arrays", ReadCheckpoint(CLIENT, 1, "/nowhere", "", {})),
+    "create": (variable_creation, "_parts", CreateVariables((), ())),
 }
 
 
@@ -177,12 +178,12 @@ def test_a_slow_request_delays_no_step_of_another_worker(
 ) -> None:
     create(cluster)
     began, may_end = threading.Semaphore(0), threading.Event()
-    owner, name, message, answer = SLOW[what]
+    owner, name, message = SLOW[what]
 
     def wait(*_: Any) -> Any:
         began.release()
         assert may_end.wait(DEADLINE_S)
-        return answer
+        raise DflowError("it has ended")
 
     monkeypatch.setattr(owner, name, wait)
     asked = [cluster.client.start(message) for _ in range(MANY)]
@@ -192,7 +193,8 @@ def test_a_slow_request_delays_no_step_of_another_worker(
     worker.run_all()
     may_end.set()
     for each in asked:
-        each.wait(DEADLINE_S)
+        with pytest.raises(DflowError, match="it has ended"):
+            each.wait(DEADLINE_S)
 
 
 def test_items_that_wait_delay_no_step(cluster: Cluster) -> None:

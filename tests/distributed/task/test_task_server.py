@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.synchronous.round_messages import LeaveRounds, NextRound, OpenRounds, ProposeRounds
-from dflow.distributed.task import task_server
+from dflow.distributed.synchronous.step_aggregator import StepAggregator
 from dflow.distributed.task.arrivals import Arrival
 from dflow.distributed.task.request_queues import MOST_OF_A_TASK
 from dflow.distributed.transport.base import Peer
@@ -49,6 +49,7 @@ from tests.distributed.task.served_tasks import (
     read,
     roster,
 )
+from tests.distributed.task_parts import part_of
 from tests.distributed.transports import DEADLINE_S, Recorder, reach
 from tests.distributed.waiting import until
 
@@ -105,7 +106,7 @@ def test_a_request_that_fails_says_why_and_the_task_goes_on(
 )
 def test_a_notification_that_a_task_does_not_take_says_so(cluster: Cluster, message: Message, text: str) -> None:
     with pytest.raises(NotImplementedError, match=text):
-        cluster.ps._handle(task_server.NOTICES, message, Arrival(cluster.client, memoryview(b"")))
+        cluster.ps._handle(cluster.ps._notices, message, Arrival(cluster.client, memoryview(b"")))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster
     cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorSettings(Reduction.MEAN, 2)))
     cluster.ask(OpenRounds("run", 2, 2, (CLIENT, WORKER), "sums", "sums", {PS: 0}))
     waits = cluster.client.start(NextRound("run", CLIENT, 0, "sums", math.inf))
-    until(lambda: bool(cluster.ps.rounds._runs["run"]._asks))
+    until(lambda: bool(part_of(cluster.ps, StepAggregator)._runs["run"]._asks))
     cluster.ps.close()
     with pytest.raises(errors.TaskLost, match="it closes"):
         waits.wait(DEADLINE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from dflow.lowering.programs.program import export_program
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import WireError
 from dflow.tracing.ir.types import ArrayType
+from tests.distributed.task_parts import handled, without_server
 
 F32 = ArrayType(np.dtype("float32"), (3,))
-WORKER = "/job:worker/task:0"
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 DOUBLED = export_program(lambda x: [x * 2, x + 1], [F32])
 TEN = np.full(3, 10, np.float32)
 
@@ -28,17 +30,24 @@ TEN = np.full(3, 10, np.float32)
 class Task:
     def __init__(self) -> None:
         self.store = Store()
-        self.creation = VariableCreation(self.store, PlanRegistry("/job:ps/task:0").program)
+        self.creation = made(self.store, PlanRegistry(PS))
 
     def create(
         self, *variables: CreateVariable, arrays: Any = (), programs: tuple[bytes, ...] = ()
     ) -> VariablesCreated:
         infos, data = encode_arrays(arrays)
         message = CreateVariables(variables, infos, tuple(map(len, programs)))
-        return self.creation.create(message, memoryview(b"".join((data, *programs))), WORKER)
+        created: VariablesCreated = handled(self.creation, message, b"".join((data, *programs)), sender=WORKER)
+        return created
 
     def values(self) -> dict[str, list[float]]:
         return {name: self.store.read(name).tolist() for name in sorted(self.store.table.entries)}
+
+
+def made(store: Store, plans: Any) -> VariableCreation:
+    return without_server(
+        VariableCreation, name=PS, store=store, plans=plans, refuse_for_another_process=lambda name, process: None
+    )
 
 
 @pytest.fixture
@@ -120,20 +129,21 @@ MALFORMED = {
 def test_parts_that_do_not_fit_together_are_refused(task: Task, name: str) -> None:
     message, size = MALFORMED[name]
     with pytest.raises(WireError, match=r"arrays|payload"):
-        task.creation.create(message, memoryview(bytes(size)), WORKER)
+        handled(task.creation, message, bytes(size), sender=WORKER)
     assert not task.values()
 
 
 def test_a_program_is_compiled_once() -> None:
     compiled: list[tuple[memoryview, str]] = []
-    registry = PlanRegistry("/job:ps/task:0")
-    creation = VariableCreation(Store(), lambda *given: (compiled.append(given), registry.program(*given))[1])
+    registry = PlanRegistry(PS)
+    noted = SimpleNamespace(program=lambda *given: (compiled.append(given), registry.program(*given))[1])
     message = CreateVariables(
         tuple(variable(name, ProgramCall(0, (0,)), arrays=1, result=1) for name in "abc"),
         (ArrayInfo("float32", (3,)),) * 3,
         (len(DOUBLED),),
     )
-    assert creation.create(message, memoryview(TEN.tobytes() * 3 + DOUBLED), WORKER) == VariablesCreated()
+    creation, payload = made(Store(), noted), TEN.tobytes() * 3 + DOUBLED
+    assert handled(creation, message, payload, sender=WORKER) == VariablesCreated()
     assert len(compiled) == 3
     assert {task for _, task in compiled} == {WORKER}
     assert len({id(registry.program(*given)) for given in compiled}) == 1

@@ -14,6 +14,7 @@ import pytest
 import dflow
 from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.asynchronous.staleness import BoundedSteps
+from dflow.distributed.asynchronous.staleness_bounds import StalenessBounds
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.steps import steps_ahead
 from dflow.distributed.training import long_wait
@@ -21,6 +22,7 @@ from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.distributed.wire.messages.status import GetHealth
 from dflow.testing import MemoryCluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, StrategyError
+from tests.distributed.task_parts import part_of
 from tests.distributed.training.sync_programs import DEADLINE_S, SOON, Turns, together
 from tests.distributed.waiting import until
 
@@ -64,7 +66,7 @@ class Counted:
 
 def bounded(memory: MemoryCluster, run: str) -> BoundedSteps | None:
     """The steps of the run, as the task that counts them sees them."""
-    runs = (task.server.staleness._runs.get(run) for task in memory.tasks.values())
+    runs = (part_of(task.server, StalenessBounds)._runs.get(run) for task in memory.tasks.values())
     return next((found for found in runs if found is not None), None)
 
 
@@ -270,6 +272,6 @@ def test_a_step_begins_after_its_worker_knows_of_the_deaths_that_the_host_knows_
     assert events == ["begins"] * 3
     events.clear()
     for task in memory.tasks.values():
-        monkeypatch.setattr(task.server._gate, "death_known_at", worker.server.peers.introduced_at + 1)
+        monkeypatch.setattr(task.server.member_gate, "death_known_at", worker.server.peers.introduced_at + 1)
     train("second")
     assert events == ["has the roster", *["begins"] * 3]

@@ -1,0 +1,29 @@
+"""What the role of a task is made of: its parts, in the order in which they hear of deaths and of the task's end.
+
+A file of its own: it imports JAX, for which the coordinator's process, whose role is in `roles.py`, has no time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from dflow.distributed.asynchronous.staleness_bounds import StalenessBounds
+from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.cluster.stock_task import StockTask, serve_task
+from dflow.distributed.snapshots.task_snapshots import TaskSnapshots
+from dflow.distributed.synchronous.step_aggregator import StepAggregator
+from dflow.distributed.task.task_checkpoints import TaskCheckpoints
+from dflow.distributed.task.task_part import TaskPart
+from dflow.distributed.task.variable_creation import VariableCreation
+
+TASK_PARTS: tuple[type[TaskPart], ...] = (
+    VariableCreation,
+    StepAggregator,
+    StalenessBounds,
+    TaskCheckpoints,
+    TaskSnapshots,
+)
+
+join_cluster = partial(Cluster, parts=TASK_PARTS)
+start_task = partial(StockTask, parts=TASK_PARTS)
+run_task = partial(serve_task, parts=TASK_PARTS)
