@@ -182,7 +182,7 @@ class StepClaims(CoordinatorPart):
         """Whether no step that failed, or that a worker left unreported, is still to be done by others than `asker`."""
         return all(run.is_clear(asker) for run in self._runs.values())
 
-    def holds(self, task: str) -> bool:
+    def holds_work(self, task: str) -> bool:
         """Whether the task has claimed steps that it has not reported."""
         return any(task in run.holding for run in self._runs.values())
 

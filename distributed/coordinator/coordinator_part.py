@@ -109,6 +109,10 @@ class CoordinatorPart:
         """An event was handled by all parts: carry out the decisions that follow."""
         return []
 
+    def holds_work(self, task: str) -> bool:
+        """Whether a task has taken on work that it has not reported."""
+        return False
+
     def work_of(self, task: str) -> str:
         """Describe the work that a task has taken on and not reported; empty if there is none."""
         return ""

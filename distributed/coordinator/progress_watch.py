@@ -62,7 +62,7 @@ class ProgressWatch(CoordinatorPart):
 
     def on_heartbeat(self, heartbeat: Heartbeat, received: Received) -> list[Command]:
         """Apply a heartbeat, and log the end of a stall."""
-        is_busy = bool(heartbeat.doing) or any(part.work_of(heartbeat.task) for part in received.core.parts)
+        is_busy = bool(heartbeat.doing) or any(part.holds_work(heartbeat.task) for part in received.core.parts)
         stall_s = self.hear(received.life, received.at_s, heartbeat, is_busy)
         return [] if stall_s is None else [Log(f"{short_task_name(heartbeat.task)} goes on after {stall_s:.1f} s")]
 

@@ -75,6 +75,8 @@ class StepPauses(CoordinatorPart):
 
     def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """Begin the next pause, or answer the request for the present one, if it is time."""
+        if not self._requests:
+            return []
         return self.go_on(core.members.connections(), all(is_clear(self.first) for is_clear in self.is_clear))
 
     @property
