@@ -162,14 +162,6 @@ def test_any_bytes_leave_the_server_serving(server: SocketListener, hello: bool,
     assert still_serves(server)
 
 
-@pytest.mark.parametrize("length", range(1, len(OK), 5))
-def test_a_frame_that_breaks_off_ends_its_connection(server: SocketListener, length: int) -> None:
-    with dial(server) as sock:
-        send(sock, HELLO + OK[:length], ends=True)
-        read_until_closed(sock)
-    assert still_serves(server)
-
-
 def test_a_wrong_payload_size_shifts_the_frames_and_is_noticed(server: SocketListener) -> None:
     meta = encode_message(Ok())
     with dial(server) as sock:
