@@ -57,7 +57,6 @@ class Lowerable(Protocol):
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
         """Lower the programs, for `platforms` if not None, else for this process's devices."""
-        ...
 
 
 class StateBackend(Home, Protocol):
@@ -74,26 +73,21 @@ class StateBackend(Home, Protocol):
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> Lowerable:
         """Take a traced function whose variables live here, or in this process, through the passes."""
-        ...
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Lower and compile a traced function whose variables live here, or in this process."""
-        ...
 
     def producer(self, queue: Queue, where: str, name: str | None) -> QueueProducer:
         """Return the producing side of a queue that lives here; `where` is the user's line that feeds it.
 
         name  the same for a producer that goes on with the elements of an earlier one of this task; None for no other
         """
-        ...
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
         """Return the values at one moment. They stay valid; the caller must not donate them."""
-        ...
 
     def at_one_moment(self, variables: Sequence[Variable]) -> AbstractContextManager[list[jax.Array]]:
         """Return the values as `snapshot` does, but also on a cluster at one moment of all its tasks."""
-        ...
 
     def capturing(self, variables: SavedVariables) -> AbstractContextManager[WriteCaptured]:
         """Take the values at one moment, on entry; the context gives a function that writes them into a folder.
@@ -101,7 +95,6 @@ class StateBackend(Home, Protocol):
         Steps may run meanwhile, and the function and the exit may be on another thread.
         The function raises CheckpointError for an array that cannot be written.
         """
-        ...
 
     def restoring(self, files: SavedArrays, variables: SavedVariables) -> AbstractContextManager[Callable[[], None]]:
         """Read and check the arrays of the variables; the context gives a function that sets them all.
@@ -109,4 +102,3 @@ class StateBackend(Home, Protocol):
         Unless that function is called, the variables keep their values. Raises CheckpointError on entry for an array
         that is missing or damaged.
         """
-        ...

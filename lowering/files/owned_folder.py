@@ -30,45 +30,36 @@ class OwnedFolder(Protocol):
     @property
     def path(self) -> Place:
         """Where it is."""
-        ...
 
     def own(self, owner: str) -> str | None:
         """Own the folder, made if needed, and remove what a process that ended has left. `owner` names this process.
 
         Return None, or the name of the process that owns it, empty if it is unknown.
         """
-        ...
 
     def check(self) -> None:
         """Raise CheckpointError if this process is known to own the folder no longer."""
-        ...
 
     def renew(self) -> None:
         """Raise CheckpointError unless this process still owns the folder."""
-        ...
 
     def release(self) -> None:
         """Own the folder no longer."""
-        ...
 
     def names(self) -> list[str]:
         """Return the names of the whole folders, on a disk also those of all other files."""
-        ...
 
     def remove(self, name: str) -> None:
         """Remove a whole folder."""
-        ...
 
     def set_aside(self, name: str, why: str) -> Place:
         """Free the name of a whole folder; return where the folder is then, its old place if this cannot be done.
 
         why  a word that a disk adds to the name
         """
-        ...
 
     def write(self, name: str, content: bytes) -> None:
         """Replace a small file."""
-        ...
 
 
 def owned_folder(path: Place) -> OwnedFolder:

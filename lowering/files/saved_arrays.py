@@ -26,30 +26,24 @@ class SavedArrays(Protocol):
     @property
     def path(self) -> Place:
         """Where it is."""
-        ...
 
     @property
     def id(self) -> str:
         """A text that differs between any two that were ever at this path."""
-        ...
 
     @property
     def types(self) -> Mapping[str, ArrayType]:
         """The types of the arrays."""
-        ...
 
     @property
     def metadata(self) -> Mapping[str, Any]:
         """What was written beside the arrays."""
-        ...
 
     def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None."""
-        ...
 
     def is_replaced(self) -> bool:
         """Return whether another one, or none, is at the path by now."""
-        ...
 
 
 def read_parts(files: SavedArrays, wanted: Sequence[tuple[str, AxisSlice]]) -> Iterator[Any]:

@@ -64,11 +64,9 @@ class Channel(Protocol):
 
         raises  NotConnected, when nothing was sent, since to connect takes long if the destination is dead
         """
-        ...
 
     def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
         """Have `deliver` called once, from any thread, with the values, which have these types, or with an error."""
-        ...
 
 
 def frame_of_turn(frame: str, turn: int) -> str:

@@ -74,18 +74,15 @@ class HeldResource(Protocol):
     @property
     def is_recorded(self) -> bool:
         """Whether a step that is done again makes no op on it again. See `applied_steps`."""
-        ...
 
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
-        ...
 
     def forget(self, reason: str, remedy: str, error: type[DflowError] | None = None) -> None:
         """Free the contents. Pending operations and later uses get an error with this reason and remedy.
 
         error  class of these errors; by default that of the resource
         """
-        ...
 
 
 class SharedResource(ABC):

@@ -26,30 +26,24 @@ class QueueProducer(Protocol):
         `number` counts the elements of this producer from 0; one that is put in again, since its answer was lost, has
         the number of before, and is in the queue once. The returned function ends the wait with an error.
         """
-        ...
 
     def fed(self) -> IndexSet:
         """Return the numbers of the elements that are or were in the queue, put in by a producer of the same name."""
-        ...
 
     def forget(self) -> None:
         """Forget which elements were put in, at the end of a producer without a name."""
-        ...
 
     def close(self) -> None:
         """Refuse later enqueues."""
-        ...
 
     def fail(self, failure: BaseException) -> None:
         """Close the queue because of `failure`: a dequeue of more elements than it holds raises FeedError."""
-        ...
 
     def is_recovered(self, error: BaseException, failures: int) -> bool:
         """Return whether an enqueue that failed with `error` can be tried again, after the queue was lost or restored.
 
         It may wait until the queue is restored. `failures` is the number of failures in a row.
         """
-        ...
 
 
 @dataclass(frozen=True)

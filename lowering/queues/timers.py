@@ -31,7 +31,6 @@ class Stoppable(Protocol):
 
     def stop(self) -> None:
         """Prevent the call."""
-        ...
 
 
 class Clock(Protocol):
@@ -40,15 +39,12 @@ class Clock(Protocol):
     @property
     def now_s(self) -> float:
         """Seconds since an arbitrary moment."""
-        ...
 
     def after(self, delay_s: float, call: Callable[[], None]) -> Stoppable:
         """Call `call` once, after `delay_s` seconds; never, if the delay is infinite."""
-        ...
 
     def close(self) -> None:
         """Make no more calls."""
-        ...
 
 
 class Timer:

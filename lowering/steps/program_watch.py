@@ -67,11 +67,9 @@ class ProgramWatch(Protocol):
 
     def called(self, program: WatchedProgram, args: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
         """Called before each call of a program; may wait for other processes, and raise."""
-        ...
 
     def written(self, variable: Variable, kind: str, operands: Sequence[Any]) -> None:
         """Called before each write outside of programs; may wait for other processes, and raise."""
-        ...
 
 
 _watches: list[ProgramWatch] = []
