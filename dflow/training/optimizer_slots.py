@@ -88,8 +88,11 @@ class OptimizerSlots:
         """Assign new values; of the slots of a variable in `masks`, the rows where the mask is true."""
         slots = jax.tree_util.tree_leaves(self.state, is_leaf=is_variable)
         for slot, owner, value in zip(slots, self._owners, values, strict=True):
-            mask = None if owner is None or not _has_its_rows(slot, owner) else masks.get(owner)
-            slot.assign(value if mask is None else jnp.where(mask, value, slot.read()))
+            mask = None if owner is None else masks.get(owner)
+            # Of another slot, such as a norm, other rows change each element.
+            if mask is not None and slot.ndim == mask.ndim and slot.shape[:1] == mask.shape[:1]:
+                value = jnp.where(mask, value, slot.read())
+            slot.assign(value)
 
     def initial_rows(self, variable: Variable, rows: Any) -> list[tuple[Variable, Any]]:
         """Return the slots that have rows of a variable, each with its initial rows for those of the variable.
@@ -172,11 +175,6 @@ def _divide(tables: Sequence[_Path], slots: Sequence[Variable], owners: Sequence
         if all(slot.shape == owner.shape for slot, owner in pairs):
             for slot, owner in pairs:
                 slot.part = owner.part
-
-
-def _has_its_rows(slot: Variable, owner: Variable) -> bool:
-    """Whether a slot has a row for each row of its variable, which other rows do not change."""
-    return slot.ndim == owner.ndim and slot.shape[:1] == owner.shape[:1]
 
 
 def _suffixes(path: _Path) -> Iterator[_Path]:

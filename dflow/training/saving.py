@@ -125,8 +125,9 @@ def captured(
     types = {name: entry.type.strong for name, entry in named.items()}
     group = group_of(variables_of(named))
     is_together = any(map(is_divided, variables_of(named)))
-    # Rank 0 writes whole arrays, what it has alone, and what tasks have.
-    mine = named if group is None or group.rank == 0 else _divided(named)
+    mine = named
+    if group is not None and group.rank > 0:  # rank 0 writes whole arrays, what it has alone, and what tasks have
+        mine = {name: entry for name, entry in named.items() if any(map(is_divided, entry.variables))}
     with ExitStack() as stack:
         save_by = stack.enter_context(saved_once(None if is_together else group, what, timeout_s))
         parts = [stack.enter_context(backend.capturing(here)) for backend, here in arrays_by_backend(mine).items()]
@@ -156,10 +157,6 @@ def captured(
                 save_by(write_alone)
 
         yield write
-
-
-def _divided(named: Mapping[str, NamedArray]) -> dict[str, NamedArray]:
-    return {name: entry for name, entry in named.items() if any(map(is_divided, entry.variables))}
 
 
 def _values(named: Mapping[str, NamedArray]) -> dict[str, Any]:
