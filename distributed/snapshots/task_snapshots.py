@@ -80,7 +80,7 @@ def _usable(folder: Path, task: str) -> Path:
     return own
 
 
-class _Part(NamedTuple):
+class _ReadPart(NamedTuple):
     """A part that was read: values of variables that are here and that are not, and the records beside them.
 
     contents  the arrays of `resources`, by name
@@ -113,7 +113,7 @@ class TaskSnapshots(TaskPart):
         #: The greatest number of a part that this process has begun to write.
         self._newest = 0
         #: The state that was read for a return, and the return whose state was set last.
-        self._read: tuple[LoadState, _Part] | None = None
+        self._read: tuple[LoadState, _ReadPart] | None = None
         self._set_epoch = 0
 
     def follow(self, session: SessionDriver) -> None:
@@ -200,9 +200,9 @@ class TaskSnapshots(TaskPart):
                 self._set(self._read[1], message)
                 self._read, self._set_epoch = None, message.epoch
 
-    def _read_part(self, message: LoadState) -> _Part:
+    def _read_part(self, message: LoadState) -> _ReadPart:
         if self._task in message.without:
-            return _Part({}, {}, AppliedCopy(), (), {}, {})
+            return _ReadPart({}, {}, AppliedCopy(), (), {}, {})
         files = read_changed_arrays(self._part(message.number))
         if (made_by := files.metadata.get(_CLUSTER, "")) != message.cluster:
             raise CheckpointError(
@@ -231,9 +231,9 @@ class TaskSnapshots(TaskPart):
         new = {name: (files.types[name], value) for name, value in absent}
         read = dict(files.each(dict.fromkeys([*contents, *results])))
         applied = AppliedCopy(calls, kept_results, [read[name] for name in results])
-        return _Part(known, new, applied, resources, read, copies)
+        return _ReadPart(known, new, applied, resources, read, copies)
 
-    def _set(self, part: _Part, message: LoadState) -> None:
+    def _set(self, part: _ReadPart, message: LoadState) -> None:
         error = StepCancelled(f"{short_task_name(self._task)} returns to snapshot {message.number}")
         for step in self._server.runs.steps():
             self._server.runs.cancel(step, error)
