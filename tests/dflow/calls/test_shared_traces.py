@@ -337,6 +337,33 @@ def test_a_variable_that_is_returned_is_itself_whatever_jax_traced_before(ask: A
     assert ask(fn)["variable"] is v
 
 
+def test_a_function_that_jax_traced_before_does_not_run_again_to_return_its_variable() -> None:
+    v = dflow.Variable(jnp.ones(3), name="v")
+    fn, seen = returning(v)
+    jax.eval_shape(fn, X)
+    assert dflow.jit(fn)(X)["variable"] is v
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["a call", "inlined"])
+def test_a_variable_that_a_function_of_jax_returned_is_its_value(inline: bool) -> None:
+    v = dflow.Variable(jnp.ones(3), name="v")
+
+    @functools.partial(jax.jit, inline=inline)
+    def inner(x: Any) -> Any:
+        return v, x
+
+    @dflow.jit
+    def outer(x: Any) -> Any:
+        return inner(x)
+
+    value, x = outer(X)
+    v.assign(jnp.zeros(3))
+    assert not dflow.is_variable(value)
+    np.testing.assert_array_equal(value, jnp.ones(3))
+    np.testing.assert_array_equal(x, X)
+
+
 def test_a_variable_that_is_returned_from_within_a_transform_is_itself() -> None:
     v = dflow.Variable(jnp.ones(3), name="v")
     found: list[Any] = []
