@@ -65,6 +65,7 @@ from jax.extend.core import primitives as jax_primitives
 from jax.extend.linear_util import WrappedFun
 from jaxlib import _jax
 
+from dflow.tracing.context_values import within
 from dflow.tracing.devices.device import METADATA_KEY
 from dflow.tracing.errors import DflowError, InternalError
 from dflow.tracing.own_scopes import PREFIX
@@ -257,12 +258,8 @@ class EquationOrigin:
 @contextmanager
 def without_callers() -> Iterator[None]:
     """Lower programs so that equal ones are equal: without the lines of an op's callers, and names of tables."""
-    token = _ARE_EQUAL.set(True)
-    try:
-        with jax_config.include_full_tracebacks_in_locations(False):
-            yield
-    finally:
-        _ARE_EQUAL.reset(token)
+    with within(_ARE_EQUAL, True), jax_config.include_full_tracebacks_in_locations(False):
+        yield
 
 
 @contextmanager

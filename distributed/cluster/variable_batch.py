@@ -40,6 +40,7 @@ from dflow.distributed.wire.messages.variables import (
     VariablesCreated,
 )
 from dflow.lowering.programs.initial_ops import Exports, InitialOps, Recipe
+from dflow.tracing.context_values import within
 from dflow.tracing.errors import DflowError, TaskLost
 from dflow.tracing.moments import reach
 from dflow.tracing.source import at
@@ -200,11 +201,8 @@ _current: ContextVar[VariableBatch | None] = ContextVar("dflow_variable_batch", 
 def created_together(requests: OutgoingRequests) -> Iterator[None]:
     """Create the variables made inside together, at the latest when the block ends."""
     batch = _batch_of(requests)
-    token = _current.set(batch)
-    try:
+    with within(_current, batch):
         yield
-    finally:
-        _current.reset(token)
     batch.create()
 
 

@@ -24,6 +24,7 @@ from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.training.applying import applied_to
 from dflow.distributed.training.compared_steps import settings_of
 from dflow.lowering.steps.program_watch import WatchedProgram, is_shared
+from dflow.tracing.context_values import within
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.syntax.listing import ListedItem, array_item, listing
@@ -75,11 +76,8 @@ class AgreedPrograms:
 
         is_one_call  whether the step is one call of a function of `dflow.jit`
         """
-        token = self._step.set(_AgreedStep(point, is_one_call))
-        try:
+        with within(self._step, _AgreedStep(point, is_one_call)):
             yield
-        finally:
-            self._step.reset(token)
 
     def called(self, program: WatchedProgram, args: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
         """See `ProgramWatch`: meet the other members, and compare the program with theirs."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from dflow.tracing.context_values import within
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded
 
@@ -30,14 +31,9 @@ def is_in_step() -> bool:
     return _step.get() is not None
 
 
-@contextmanager
-def inside_step(step: RunningStep) -> Iterator[None]:
+def inside_step(step: RunningStep) -> AbstractContextManager[None]:
     """Return a context that is within a shared step, which is within its gate."""
-    token = _step.set(step)
-    try:
-        yield
-    finally:
-        _step.reset(token)
+    return within(_step, step)
 
 
 def uses_tasks() -> None:

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from dflow.tracing.context_values import within
 from dflow.tracing.errors import VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.state.resources import is_variable
@@ -86,12 +87,8 @@ def taker_of_gradients() -> tuple[str, bool]:
 @contextmanager
 def applying(applier: Applier) -> Iterator[None]:
     """Return a context in which `applier` receives the gradients of the functions traced."""
-    token = _current.set(applier)
-    try:
-        with set_xla_metadata(**{_KEY: applier.name}):
-            yield
-    finally:
-        _current.reset(token)
+    with within(_current, applier), set_xla_metadata(**{_KEY: applier.name}):
+        yield
 
 
 #: The optimizers of this process that have applied gradients, or are in a trace.
@@ -141,12 +138,8 @@ def shared_step(variables: SharedVariables = SharedVariables()) -> Iterator[None
     Outside, updates of a process's own variables are allowed. If one was traced there, functions are traced again
     inside, so that the check also sees functions with a cached trace.
     """
-    token = _shared.set(variables)
-    try:
-        with set_xla_metadata(**{_KEY: _SHARED}) if _traced_outside else nullcontext():
-            yield
-    finally:
-        _shared.reset(token)
+    with within(_shared, variables), set_xla_metadata(**{_KEY: _SHARED}) if _traced_outside else nullcontext():
+        yield
 
 
 def refuse_own_variables(optimizer: GivenOptimizer) -> None:

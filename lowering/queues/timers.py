@@ -15,10 +15,12 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Protocol
+
+from dflow.tracing.context_values import within
 
 LOGGER = logging.getLogger("dflow")
 
@@ -157,11 +159,6 @@ def start_timer(delay_s: float, call: Callable[[], None]) -> Stoppable:
     return (_started_by.get() or TIMERS.after)(delay_s, call)
 
 
-@contextmanager
-def timers_started_by(start: StartTimer) -> Iterator[None]:
+def timers_started_by(start: StartTimer) -> AbstractContextManager[None]:
     """Context manager: inside it, `start_timer` calls `start` instead of the timers of this process."""
-    token = _started_by.set(start)
-    try:
-        yield
-    finally:
-        _started_by.reset(token)
+    return within(_started_by, start)

@@ -13,6 +13,8 @@ from contextvars import ContextVar
 
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from dflow.tracing.context_values import within
+
 #: The key under which a device scope travels in JAX's trace context.
 METADATA_KEY = "dflow_device"
 
@@ -31,12 +33,8 @@ _scope: ContextVar[str | None] = ContextVar("dflow_device", default=None)
 @contextmanager
 def device_scope(full: str) -> Iterator[None]:
     """Place the ops traced inside on the device of this full name. An inner scope replaces an outer one."""
-    token = _scope.set(full)
-    try:
-        with set_xla_metadata(**{METADATA_KEY: full}):
-            yield
-    finally:
-        _scope.reset(token)
+    with within(_scope, full), set_xla_metadata(**{METADATA_KEY: full}):
+        yield
 
 
 def scope_here() -> str | None:

@@ -14,7 +14,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from copy import copy
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from jax.experimental import io_callback
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from dflow.tracing.context_values import within
 from dflow.tracing.errors import InputError
 from dflow.tracing.jax_frontend import await_arrays, checked_numbers, unlogged_callback_error
 from dflow.tracing.source import at, caller
@@ -104,14 +105,9 @@ def nan_unless(is_row: Any, value: Any) -> jax.Array:
     return masked
 
 
-@contextmanager
-def without_id_checks() -> Iterator[None]:
+def without_id_checks() -> AbstractContextManager[None]:
     """Return a context that lowers programs without the checks."""
-    token = _are_checked.set(False)
-    try:
-        yield
-    finally:
-        _are_checked.reset(token)
+    return within(_are_checked, False)
 
 
 _are_checked: ContextVar[bool] = ContextVar("dflow_id_checks", default=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from dflow.tracing.context_values import within
 from dflow.tracing.errors import ContainerError
 from dflow.tracing.source import caller
 from dflow.tracing.weak_by_identity import WeakDict
@@ -47,21 +48,13 @@ def container(name: str) -> Iterator[None]:
         raise ContainerError(
             f"{name!r} is not a container's name", "use letters, digits, '_', '.', '-', and '/' between parts"
         )
-    token = _current.set(contained(name))
-    try:
+    with within(_current, contained(name)):
         yield
-    finally:
-        _current.reset(token)
 
 
-@contextmanager
-def outside_containers() -> Iterator[None]:
+def outside_containers() -> AbstractContextManager[None]:
     """Make the resources created inside belong to no container, and have their names as they are given."""
-    token = _current.set("")
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return within(_current, "")
 
 
 def contained(name: str) -> str:

@@ -6,11 +6,12 @@ default home, this process, is set once by the layer that has a store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from dflow.tracing.context_values import within
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.state.initial_value import Initial
@@ -109,14 +110,9 @@ def current_home() -> Home:
     return _current.get() or default_home()
 
 
-@contextmanager
-def home(home: Home) -> Iterator[None]:
+def home(home: Home) -> AbstractContextManager[None]:
     """Make the variables created inside live in `home`."""
-    token = _current.set(home)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return within(_current, home)
 
 
 def spread_here() -> Spread | None:
@@ -124,11 +120,6 @@ def spread_here() -> Spread | None:
     return _spread.get()
 
 
-@contextmanager
-def spreading(spread: Spread) -> Iterator[None]:
+def spreading(spread: Spread) -> AbstractContextManager[None]:
     """Have `spread` give the shardings of the variables created inside, except those beside another variable."""
-    token = _spread.set(spread)
-    try:
-        yield
-    finally:
-        _spread.reset(token)
+    return within(_spread, spread)
