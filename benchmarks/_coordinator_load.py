@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from dflow.distributed.coordinator.coordinator import FEW
 from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, SendReply, Started, Ticked, Told
-from dflow.distributed.roles import make_coordinator_state
+from dflow.distributed.coordinator_role import make_coordinator_state
+from dflow.distributed.training.work_messages import ClaimSteps
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Roster
-from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.tracing.devices.task_name import task_name
 
 HEARTBEAT_S = 1.0

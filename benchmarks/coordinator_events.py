@@ -18,10 +18,10 @@ from benchmarks._paired import options, publish
 from dflow.distributed.coordinator.coordinator_events import Asked, Event, Persist, SendReply, Started, Told
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
-from dflow.distributed.roles import make_coordinator_state
+from dflow.distributed.coordinator_role import make_coordinator_state
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import Heartbeat, Join
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 
 STEPS = 10**9
 

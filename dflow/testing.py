@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import join_cluster, start_task
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.graphs.compiled_functions import CompiledFunctions

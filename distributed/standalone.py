@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from dflow.distributed.cluster.cluster import LOCAL_JOB, Cluster
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store

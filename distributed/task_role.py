@@ -1,6 +1,6 @@
 """What the role of a task is made of: its parts, in the order in which they hear of deaths and of the task's end.
 
-A file of its own: it imports JAX, for which the coordinator's process, whose role is in `roles.py`, has no time.
+It imports JAX, for which the coordinator's process, whose role is in `coordinator_role.py`, has no time.
 """
 
 from __future__ import annotations

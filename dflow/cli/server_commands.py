@@ -11,10 +11,10 @@ from pathlib import Path
 
 from dflow.cli.cluster_options import ClusterOptions, add_cluster, add_cluster_file, add_metrics, add_security
 from dflow.cli.command import Command, add_seconds, count, job_count
+from dflow.distributed.coordinator_role import run_coordinator
 from dflow.distributed.process.freed_memory import keep_freed_memory
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
-from dflow.distributed.roles import run_coordinator
 from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.environment import read

@@ -25,7 +25,8 @@ from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.training.batch_supply import END
 from dflow.distributed.training.step_report import REPORT_S, first_not_finite, losses_of, real_scalars
 from dflow.distributed.training.strategy import Strategy, StrategyRun, arguments_of
-from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
+from dflow.distributed.training.work_messages import ClaimSteps, StepsDone
+from dflow.distributed.wire.messages.status import NotFinite
 from dflow.tracing.errors import DflowError, StepEnded, TaskLost
 from dflow.tracing.near_names import suggests_keywords
 

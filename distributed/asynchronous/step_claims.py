@@ -38,9 +38,9 @@ from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.snapshots.step_pauses import StepPauses
 from dflow.distributed.training.run_progress import RunProgress
+from dflow.distributed.training.work_messages import ClaimSteps, StepsDone
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.rounds import ClaimSteps, StepsDone
 from dflow.distributed.wire.messages.status import WorkerProgress
 from dflow.lowering.values.index_set import IndexSet
 

@@ -6,7 +6,7 @@ import logging
 import threading
 
 from dflow.distributed.client.coordinator_client import DESCRIBE_S, CoordinatorClient
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError

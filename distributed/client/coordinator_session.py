@@ -24,10 +24,8 @@ from typing import Any
 import msgspec
 
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.coordination import AwaitBarrier
 from dflow.distributed.wire.messages.message import Mark, Marked, Message, Request
 from dflow.distributed.wire.messages.roster import Announcement, Join, Leave, Roster, RosterChange, changed_roster
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 
 #: The request number of a rejoin; those of the program are greater.
 REJOIN = 0
@@ -143,7 +141,7 @@ class CoordinatorSession:
         self._join_by_s: float | None = None
         self._asks: dict[int, Request[Any]] = {}
         #: By run, the number of the last claim whose answer was seen.
-        self._last_claims: dict[str, int] = {}
+        self._last_answered: dict[tuple[type[Message], str], int] = {}
         self._ended: Failure | None = None
         self._mark = Mark()
         self.roster = Roster((), ())
@@ -287,10 +285,11 @@ class CoordinatorSession:
             case Join(task, address):
                 self._member = message = Join(task, address, self._incarnation)
                 self._join_ask, self._join_by_s = ask, at_s + self._settings.join_s
-            case AwaitBarrier():
+            case _ if message.series:
+                last = self._last_answered.get(_series(message), 0)
+                message = msgspec.structs.replace(message, number=ask, last=last)
+            case _ if message.is_numbered:
                 message = msgspec.structs.replace(message, number=ask)
-            case ClaimSteps(run):
-                message = msgspec.structs.replace(message, number=ask, last=self._last_claims.get(run, 0))
         self._asks[ask] = message
         if self._link is None or not (self._is_in or isinstance(message, Join)):
             return []
@@ -316,8 +315,8 @@ class CoordinatorSession:
         asked = self._asks.pop(ask, None)
         if asked is None:
             return []
-        if isinstance(asked, ClaimSteps) and isinstance(message, Claimed):
-            self._last_claims[asked.run] = ask
+        if asked.series and isinstance(message, asked.replies):
+            self._last_answered[_series(asked)] = ask
         elif isinstance(asked, Leave):
             self._member = None
         return [Settle(ask, message)]
@@ -372,3 +371,7 @@ class CoordinatorSession:
             return []
         self.roster = roster
         return [ShowRoster(roster)]
+
+
+def _series(message: Message) -> tuple[type[Message], str]:
+    return type(message), getattr(message, message.series)

@@ -42,7 +42,6 @@ from dflow.distributed.wire.failures import error_of, failure_of
 from dflow.distributed.wire.large_message import unpack
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
-from dflow.distributed.wire.messages.pauses import HoldSteps
 from dflow.distributed.wire.messages.roster import Roster, RosterChange
 from dflow.lowering.queues.timers import Clock, Stoppable
 from dflow.lowering.values.outcome import Outcome
@@ -88,6 +87,7 @@ class SessionDriver:
         self._roster = Roster((), ())
         self._on_roster: list[Callable[[Roster], None]] = []
         self._on_lost: list[Callable[[str], None]] = []
+        self._on_gap: list[Callable[[], None]] = []
         #: By kind of notice, the functions to call with it.
         self._on_notice: defaultdict[type[Message], list[Callable[[Any], object]]] = defaultdict(list)
         self._beat = beat
@@ -179,10 +179,16 @@ class SessionDriver:
     def call_on(self, kind: type[Told], callback: Callable[[Told], object]) -> None:
         """Call back with each notice of this kind; the callback must not block.
 
-        A notice may be lost with a connection. A task that joins again gets a `HoldSteps` that says that no pause is
-        on; the notice of a pause that is on follows.
+        A notice may be lost with a connection: see `call_on_gap`.
         """
         self._on_notice[kind].append(callback)
+
+    def call_on_gap(self, callback: Callable[[], None]) -> None:
+        """Call back when notices may have been lost, before later ones: as the task joins again, or loses the cluster.
+
+        The callback must not block.
+        """
+        self._on_gap.append(callback)
 
     def ask(self, message: Request[Answer], timeout_s: float) -> Answer:
         """Send the coordinator a request, and wait for its answer.
@@ -336,11 +342,15 @@ class SessionDriver:
                 LOGGER.warning("%s: %s", short_task_name(self._name), text)
             case GaveUp(reason):
                 LOGGER.warning("%s: %s", short_task_name(self._name), reason)
-                self._call_back(HoldSteps(0))
+                self._note_gap()
                 with self._changed:
                     callbacks = [] if self.is_closed else list(self._on_lost)
                 for callback in callbacks:
                     callback(reason)
+
+    def _note_gap(self) -> None:
+        for callback in self._on_gap:
+            callback()
 
     def _send(self, link: int, ask: int, message: Request[Any]) -> None:
         peer = self._links.get(link)
@@ -358,7 +368,7 @@ class SessionDriver:
             return  # the link reports its end
         message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
         if isinstance(message, (Roster, RosterChange)):
-            self._call_back(HoldSteps(0))
+            self._note_gap()
         self._handle(lambda at_s: self._session.answered(at_s, link, ask, message))
 
     def _show(self, roster: Roster) -> None:

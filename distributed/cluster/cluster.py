@@ -30,12 +30,12 @@ from dflow.distributed.observe.metrics import MetricsEndpoint
 from dflow.distributed.observe.tracer import Observed, Tracer
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.process.termination import Terminated
+from dflow.distributed.snapshots.snapshot_messages import SnapshotCommitted, StateRestored
 from dflow.distributed.task.task_server import MakePart, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
 from dflow.distributed.wire.messages.roster import EdgeTraffic
-from dflow.distributed.wire.messages.snapshots import SnapshotCommitted, StateRestored
 from dflow.distributed.wire.messages.status import GetStatus, Report
 from dflow.lowering.pipeline import ALONE
 from dflow.lowering.queues.timers import Clock

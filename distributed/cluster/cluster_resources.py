@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from dflow.distributed.client.coordinator_client import ANSWER_S
 from dflow.distributed.cluster.cluster_steps import ClusterSteps
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
+from dflow.distributed.snapshots.snapshot_messages import SaveChanges
 from dflow.distributed.task.task_resources import described
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
@@ -28,7 +29,6 @@ from dflow.distributed.wire.failures import MAX_TEXT
 from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, ForgetFed, GetFed
-from dflow.distributed.wire.messages.snapshots import SaveChanges
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel, OnResults

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
+from dflow.distributed.snapshots.pause_messages import PauseSteps, ResumeSteps
 from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
@@ -29,7 +30,6 @@ from dflow.distributed.steps.step_gate import begins_parts, is_in_step
 from dflow.distributed.steps.step_identity import CURRENT_STEPS, LoopSteps
 from dflow.distributed.steps.steps_ahead import CURRENT, BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.task.task_server import TaskServer
-from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
 from dflow.distributed.wire.messages.plans import ForgetResults, ReleasePlan
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline

@@ -9,6 +9,7 @@ from functools import partial
 
 from dflow.distributed.client.coordinator_client import BARRIER_GRACE_S, CoordinatorClient
 from dflow.distributed.snapshots.recovery_waits import RECOVERY_S
+from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery, Recovered
 from dflow.distributed.snapshots.unsaved_state import UnsavedState
 from dflow.distributed.snapshots.used_state import UsedState
 from dflow.distributed.steps.step_gate import begins_parts, uses_tasks
@@ -18,7 +19,6 @@ from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, PlaceVariables, Unplace
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery, Recovered
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.values.outcome import Outcome

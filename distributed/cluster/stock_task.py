@@ -27,10 +27,10 @@ from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.process.termination import STATUS as TERMINATED
+from dflow.distributed.snapshots.snapshot_messages import AnnounceLeave
 from dflow.distributed.task.task_server import MakePart, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
-from dflow.distributed.wire.messages.snapshots import AnnounceLeave
 from dflow.lowering.programs.program import export_program, load_program
 from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.values.first_value import first_value

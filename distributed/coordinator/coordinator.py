@@ -73,7 +73,7 @@ class Coordinator:
     """A coordinator that listens until it is closed.
 
     `jobs`         number of expected tasks by job
-    `parts`        the classes of its parts, such as `roles.COORDINATOR_PARTS`
+    `parts`        the classes of its parts, such as `coordinator_role.COORDINATOR_PARTS`
     `store`        holds its state across restarts; closed with the coordinator
     `settings`     its timeouts
     `tick_s`       interval between ticks, which detect silent tasks; None leaves them to calls of `tick`

@@ -2,7 +2,7 @@
 
 Why: the coordinator knows members, places of variables and what comes of an event, and nothing of the subjects that it
 serves. A part has the handlers of its messages, and is told of members that join, leave or are heard, and of time. The
-parts of the role are listed in `roles.py`, in the order in which they hear of an event.
+parts of the role are listed in `coordinator_role.py`, in the order in which they hear of an event.
 
 Invariants: a part is a pure function of events, and keeps what must last in `core.records`; it may use the parts that
 are listed before it (`core.part`).

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from dflow.distributed.asynchronous.worker_claims import claimed
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.cluster.shared_values import SharedValues
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.tracing.errors import DflowError, TrainingError
 from dflow.tracing.source import caller
 from dflow.tracing.state.resources import Variable

@@ -17,7 +17,7 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import SHELL, Change, replacing
-from dflow.distributed.roles import COORDINATOR_PARTS
+from dflow.distributed.coordinator_role import COORDINATOR_PARTS
 from dflow.distributed.snapshots.resumption import Snapshot, newest_snapshot, resumed
 from dflow.lowering.files.owner_lock import OwnerLock
 from dflow.tracing.devices.task_name import split_task_name

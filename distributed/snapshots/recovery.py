@@ -42,11 +42,7 @@ from dflow.distributed.snapshots.recovery_waits import (
 from dflow.distributed.snapshots.resumption import BEGINNING, EPOCH, SNAPSHOT, Epoch, Snapshot, newest_snapshot, resumed
 from dflow.distributed.snapshots.return_attempt import ReturnAttempt
 from dflow.distributed.snapshots.snapshot_attempt import SnapshotAttempt, overdue
-from dflow.distributed.snapshots.snapshot_schedule import AFTER_PAUSE_S, PAUSE_S, SnapshotSchedule
-from dflow.distributed.snapshots.step_pauses import StepPauses
-from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.snapshots import (
+from dflow.distributed.snapshots.snapshot_messages import (
     AnnounceLeave,
     AwaitRecovery,
     CaptureState,
@@ -60,6 +56,10 @@ from dflow.distributed.wire.messages.snapshots import (
     StateRestored,
     StateWritten,
 )
+from dflow.distributed.snapshots.snapshot_schedule import AFTER_PAUSE_S, PAUSE_S, SnapshotSchedule
+from dflow.distributed.snapshots.step_pauses import StepPauses
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.status import SnapshotSize
 from dflow.tracing.devices.task_name import short_task_name, task_name
 

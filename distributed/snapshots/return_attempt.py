@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from dflow.distributed.snapshots.snapshot_attempt import overdue
-from dflow.distributed.wire.messages.snapshots import StateLoaded
+from dflow.distributed.snapshots.snapshot_messages import StateLoaded
 
 #: Limit of the time until all tasks have read their parts, and until all have set their state, in s.
 LOAD_S = 600.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from dflow.distributed.snapshots.resumption import Snapshot
-from dflow.distributed.wire.messages.snapshots import StateCaptured, StateWritten
+from dflow.distributed.snapshots.snapshot_messages import StateCaptured, StateWritten
 from dflow.distributed.wire.messages.status import SnapshotSize
 from dflow.tracing.devices.task_name import short_task_name
 

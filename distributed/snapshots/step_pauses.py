@@ -19,8 +19,7 @@ from typing import ClassVar
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
 from dflow.distributed.coordinator.membership import ReleaseTask
-from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.pauses import (
+from dflow.distributed.snapshots.pause_messages import (
     HoldSteps,
     PauseSteps,
     ResumeSteps,
@@ -28,6 +27,7 @@ from dflow.distributed.wire.messages.pauses import (
     StepsPaused,
     StepsResumed,
 )
+from dflow.distributed.wire.handler_table import HandlerTable
 
 
 class StepPauses(CoordinatorPart):

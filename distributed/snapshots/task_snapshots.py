@@ -21,12 +21,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dflow.distributed.client.session_driver import SessionDriver
-from dflow.distributed.task.task_part import TaskPart
-from dflow.distributed.task.task_resources import SavedResource
-from dflow.distributed.task.task_server import TaskServer
-from dflow.distributed.wire.messages.message import Notice
-from dflow.distributed.wire.messages.pauses import HoldSteps, StepsHeld
-from dflow.distributed.wire.messages.snapshots import (
+from dflow.distributed.snapshots.pause_messages import HoldSteps, StepsHeld
+from dflow.distributed.snapshots.snapshot_messages import (
     CaptureState,
     LoadState,
     SnapshotCommitted,
@@ -34,6 +30,10 @@ from dflow.distributed.wire.messages.snapshots import (
     StateLoaded,
     StateWritten,
 )
+from dflow.distributed.task.task_part import TaskPart
+from dflow.distributed.task.task_resources import SavedResource
+from dflow.distributed.task.task_server import TaskServer
+from dflow.distributed.wire.messages.message import Notice
 from dflow.lowering.files.array_manifest import MANIFEST
 from dflow.lowering.files.atomic_directory import tidy_all, whole_folder
 from dflow.lowering.files.changed_rows import ChangedArrays, WrittenBytes, fill_with_changes, read_changed_arrays
@@ -120,6 +120,7 @@ class TaskSnapshots(TaskPart):
         """Hold back steps in pauses, and handle the notices about snapshots on threads."""
         self._tell = session.tell
         session.call_on(HoldSteps, self._hold_steps)
+        session.call_on_gap(self._server.gate.open)  # the notice of a pause that is on comes again
         for kind in (CaptureState, LoadState, SnapshotCommitted):
             session.call_on(kind, partial(self._server.soon, self.handle))
 

@@ -17,9 +17,9 @@ from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, Coor
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.training.plan_messages import TrainingPlan
+from dflow.distributed.training.work_messages import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, RoundsDone, StepsDone
-from dflow.distributed.wire.messages.status import WorkerProgress
+from dflow.distributed.wire.messages.status import NotFinite, WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name
 
 #: By run, the numbers of steps or rounds done and of all.

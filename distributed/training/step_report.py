@@ -12,7 +12,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
+from dflow.distributed.training.work_messages import RoundsDone
+from dflow.distributed.wire.messages.status import NotFinite
 
 #: Least time between a worker's reports of the steps that it has done.
 REPORT_S = 0.25

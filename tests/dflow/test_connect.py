@@ -12,8 +12,8 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.process import parent_watch
-from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
 

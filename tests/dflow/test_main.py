@@ -9,7 +9,7 @@ from dflow import __version__
 from dflow.__main__ import main
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import LISTENING
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.status import GetStatus
 from tests.distributed.detection.recorded import indexed_job

@@ -12,10 +12,10 @@ import dflow
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.cluster.stock_task import StockTask
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import join_cluster, start_task
+from dflow.distributed.training.work_messages import ClaimSteps
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.lowering.state.store import Store
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from dflow.distributed.coordinator import coordinator_state
-from dflow.distributed.roles import COORDINATOR_PARTS
+from dflow.distributed.coordinator_role import COORDINATOR_PARTS
+from dflow.distributed.snapshots.pause_messages import HoldSteps
+from dflow.distributed.snapshots.snapshot_messages import CaptureState, LoadState, SnapshotCommitted, StateRestored
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.task_role import TASK_PARTS
 from dflow.distributed.training.comparison_messages import RunRefused
 from dflow.distributed.wire.codec import MESSAGES
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.message import Message, Notice, Request
-from dflow.distributed.wire.messages.pauses import HoldSteps
 from dflow.distributed.wire.messages.roster import Announcement, Roster, RosterChange
-from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, SnapshotCommitted, StateRestored
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import InternalError
 

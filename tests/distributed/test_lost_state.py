@@ -18,7 +18,7 @@ from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import join_cluster, start_task
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store

@@ -16,7 +16,7 @@ import dflow
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.lowering.state.store import Store

@@ -11,7 +11,7 @@ import logging
 import sys
 
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.task_role import TASK_PARTS
 from dflow.distributed.transport.link import Limits

@@ -23,15 +23,15 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.steps import retries
 from dflow.distributed.synchronous import sync
 from dflow.distributed.training import long_wait, step_report
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Roster
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues.timers import timers_started_by
 from dflow.tracing import moments
 from tests.simulation.checks import HOLDER_S, Checks, Repeated, name_of

@@ -20,8 +20,8 @@ from dflow.distributed.coordinator.coordinator_events import Disconnect, SendRep
 from dflow.distributed.steps import deadlines, plan_runs, rendezvous, steps_ahead, task_channel
 from dflow.distributed.synchronous import rounds
 from dflow.distributed.task import member_gate, task_server
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.distributed.transport import session as transport_session
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
 from dflow.lowering.state import applied_steps
 from dflow.lowering.values.index_set import IndexSet

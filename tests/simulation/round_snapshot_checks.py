@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 
 from dflow.distributed.snapshots.resumption import Snapshot
+from dflow.distributed.snapshots.snapshot_messages import CaptureState, StateRestored
 from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
 from dflow.distributed.task.task_resources import SavedResource
 from dflow.distributed.task.task_server import TaskStatistics
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.wire.messages.message import Message, Notice
-from dflow.distributed.wire.messages.snapshots import CaptureState, StateRestored
 from tests.distributed.task_parts import part_of
 from tests.simulation.snapshot_checks import SnapshotChecks, names_on
 from tests.simulation.steps_program import RUN

@@ -27,16 +27,16 @@ from dflow.distributed.asynchronous.step_claims import StepClaims
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.resumption import Snapshot
-from dflow.distributed.task.task_server import TaskStatistics
-from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
-from dflow.distributed.wire.messages.snapshots import (
+from dflow.distributed.snapshots.snapshot_messages import (
     CaptureState,
     LoadState,
     SnapshotCommitted,
     StateLoaded,
     StateRestored,
 )
+from dflow.distributed.task.task_server import TaskStatistics
+from dflow.distributed.training.work_messages import ClaimSteps, RoundsDone, StepsDone
+from dflow.distributed.wire.messages.message import Message
 from dflow.lowering.files.changed_rows import read_changed_arrays
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError

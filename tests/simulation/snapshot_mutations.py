@@ -9,8 +9,8 @@ import msgspec
 from dflow.distributed.asynchronous import claimed_run, step_claims
 from dflow.distributed.coordinator import variable_directory
 from dflow.distributed.snapshots import recovery, snapshot_attempt, task_snapshots
+from dflow.distributed.snapshots.snapshot_messages import CaptureState, StateCaptured
 from dflow.distributed.steps import retries, step_gate
-from dflow.distributed.wire.messages.snapshots import CaptureState, StateCaptured
 from dflow.lowering.state import applied_steps
 from tests.simulation.blocking_program import CURRENT
 from tests.simulation.planting import Made, Mutation, doing_nothing, giving

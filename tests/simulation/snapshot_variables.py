@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery, SnapshotCommitted, StateRestored
 from dflow.distributed.snapshots.unsaved_state import UnsavedState
 from dflow.distributed.snapshots.used_state import UsedState
 from dflow.distributed.steps.step_gate import RunningStep, inside_step
@@ -18,7 +19,6 @@ from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import ArrayInfo
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery, SnapshotCommitted, StateRestored
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables
 from dflow.tracing.errors import DflowError
 from dflow.tracing.moments import reach

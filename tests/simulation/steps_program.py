@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.asynchronous.staleness_bound import SharedStep, StalenessBound
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery
 from dflow.distributed.standalone import NoCalls
 from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.steps.retries import RecoveringState
@@ -30,12 +31,11 @@ from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.training.strategy import StrategyRun
+from dflow.distributed.training.work_messages import ClaimSteps
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
-from dflow.distributed.wire.messages.rounds import ClaimSteps
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.execute import Fetches

@@ -56,7 +56,7 @@ class AwaitBarrier(Request[BarrierPassed], frozen=True):
     `fails_on_leave`  whether the barrier fails when a member leaves; otherwise it goes on without that member
     """
 
-    speaker = "task"
+    speaker, is_numbered = "task", True
 
     name: str
     task: str

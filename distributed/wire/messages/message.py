@@ -27,6 +27,11 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     speaker: ClassVar[str] = ""
     #: Whether processes may send it that are no members of the cluster, such as tools.
     is_open: ClassVar[bool] = False
+    #: Whether the client sets its `number`, greater than those of all earlier requests of the task.
+    is_numbered: ClassVar[bool] = False
+    #: The field whose value names a series of numbered requests; the client sets `last`, the number of the newest that
+    #: was answered in the series. Empty for none.
+    series: ClassVar[str] = ""
 
 
 class Request(Message, Generic[Answer], frozen=True):

@@ -7,7 +7,6 @@ import msgspec
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message, Request
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
-from dflow.distributed.wire.messages.rounds import NotFinite
 
 
 class Report(Request[Ok], frozen=True):
@@ -31,6 +30,16 @@ class VariableInfo(msgspec.Struct, frozen=True):
     kind: str = "variable"
     process: str = ""
     is_saved: bool = True
+
+
+class NotFinite(msgspec.Struct, frozen=True):
+    """The first loss of a run, by name, that was not a finite number, with its step and worker."""
+
+    step: int
+    metric: str
+    value: float
+    run: str = ""
+    task: str = ""
 
 
 class WorkerProgress(msgspec.Struct, frozen=True):

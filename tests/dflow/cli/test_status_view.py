@@ -21,8 +21,14 @@ from dflow.dashboard.looks import StepRate, type_text
 from dflow.dashboard.traffic import grouped_traffic
 from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
-from dflow.distributed.wire.messages.rounds import NotFinite
-from dflow.distributed.wire.messages.status import PartCosts, Status, TaskHealth, VariableInfo, WorkerProgress
+from dflow.distributed.wire.messages.status import (
+    NotFinite,
+    PartCosts,
+    Status,
+    TaskHealth,
+    VariableInfo,
+    WorkerProgress,
+)
 
 PS0, PS1 = "/job:ps/task:0", "/job:ps/task:1"
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(3))

@@ -12,10 +12,10 @@ from dflow.dashboard.history import SeriesName
 from dflow.dashboard.looks import Look
 from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState, TaskUsage
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
-from dflow.distributed.wire.messages.rounds import NotFinite
 from dflow.distributed.wire.messages.status import (
     ClusterEvent,
     ClusterEvents,
+    NotFinite,
     SnapshotSize,
     Status,
     TaskHealth,

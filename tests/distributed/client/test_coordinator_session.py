@@ -18,10 +18,10 @@ from dflow.distributed.client.coordinator_session import (
     Tell,
     Warn,
 )
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
 from dflow.distributed.wire.messages.roster import Announcement, Join, Leave, Roster, RosterChange, TaskInfo
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
 
 PS0, WORKER0 = "/job:ps/task:0", "/job:worker/task:0"

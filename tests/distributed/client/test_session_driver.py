@@ -12,7 +12,7 @@ from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_events import Asked
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.roster import Heartbeat, Join
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Status

@@ -12,7 +12,7 @@ from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.roles import COORDINATOR_PARTS, make_coordinator
+from dflow.distributed.coordinator_role import COORDINATOR_PARTS, make_coordinator
 from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.resumption import newest_snapshot, resumed
 from dflow.distributed.task_role import join_cluster, start_task

@@ -14,7 +14,7 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store

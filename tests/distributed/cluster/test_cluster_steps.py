@@ -18,7 +18,7 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import start_task
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.lowering.state.store import Store

@@ -8,7 +8,7 @@ import pytest
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import start_task
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.memory import MemoryNetwork

@@ -13,7 +13,7 @@ from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.barriers import ASKED_AGAIN_S, Barriers
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.transport.base import PendingReply
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.connection import Failure

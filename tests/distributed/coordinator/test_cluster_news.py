@@ -20,7 +20,7 @@ from dflow.distributed.coordinator.coordinator_events import (
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.durable_records import apply_changes
 from dflow.distributed.coordinator.membership import MOST_LEFT
-from dflow.distributed.roles import make_coordinator_state
+from dflow.distributed.coordinator_role import make_coordinator_state
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.status import ClusterEvents, GetEvents
 

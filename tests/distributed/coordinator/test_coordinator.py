@@ -14,13 +14,13 @@ from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.coordinator.coordinator_events import Asked, Ticked, Told
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.traffic_totals import EDGES_TOLD
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
+from dflow.distributed.training.work_messages import ClaimSteps
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Roster
-from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import (
     DeadlineExceeded,

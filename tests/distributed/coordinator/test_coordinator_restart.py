@@ -21,13 +21,13 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.durable_records import apply_changes
-from dflow.distributed.roles import make_coordinator_state
+from dflow.distributed.coordinator_role import make_coordinator_state
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Mark, Marked, Message
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster, TaskInfo
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.status import Report, Status
 from tests.effort import examples
 

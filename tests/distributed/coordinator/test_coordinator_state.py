@@ -19,8 +19,9 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
-from dflow.distributed.roles import make_coordinator_state
+from dflow.distributed.coordinator_role import make_coordinator_state
 from dflow.distributed.training.plan_messages import TrainingEvent
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps, RoundsDone
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Message
@@ -34,8 +35,7 @@ from dflow.distributed.wire.messages.roster import (
     Leave,
     RosterChange,
 )
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
-from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, PartCosts, Report, Status
+from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, NotFinite, PartCosts, Report, Status
 from dflow.distributed.wire.messages.variables import ReadVariables
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"

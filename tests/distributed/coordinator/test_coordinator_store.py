@@ -16,7 +16,7 @@ from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.status import GetStatus, Report, WorkerProgress
 from dflow.tracing.errors import ConfigError, DflowError, InternalError

@@ -9,13 +9,13 @@ import pytest
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.elections import Elections
-from dflow.distributed.roles import make_coordinator_state
+from dflow.distributed.coordinator_role import make_coordinator_state
 from dflow.distributed.snapshots.resumption import EPOCH, SNAPSHOT
+from dflow.distributed.snapshots.snapshot_messages import CaptureState, Saved, SnapshotCommitted
 from dflow.distributed.training.plan_messages import TrainingPlan
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.wire.messages.coordination import Decided
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.snapshots import CaptureState, Saved, SnapshotCommitted
 
 REPLY = SendReply(1, Decided("value"))
 

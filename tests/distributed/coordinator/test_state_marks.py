@@ -15,7 +15,7 @@ from dflow.distributed.coordinator.coordinator_events import Asked, Command, Log
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
 from dflow.distributed.coordinator.state_marks import StateMarks
-from dflow.distributed.roles import make_coordinator, make_coordinator_state
+from dflow.distributed.coordinator_role import make_coordinator, make_coordinator_state
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Mark, Message

@@ -12,11 +12,11 @@ from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.coordinator.surviving_store import RETRY_S, SurvivingStore
-from dflow.distributed.roles import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.training.work_messages import ClaimSteps
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.coordination import ElectOnce
-from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import Report
 from dflow.tracing.errors import DeadlineExceeded
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks

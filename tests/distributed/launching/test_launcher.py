@@ -20,8 +20,7 @@ from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.launcher import _Launch, _with_ends
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.wire.messages.roster import TaskInfo
-from dflow.distributed.wire.messages.rounds import NotFinite
-from dflow.distributed.wire.messages.status import Status
+from dflow.distributed.wire.messages.status import NotFinite, Status
 from dflow.tracing.accepted_faults import accepted
 from tests.distributed.processes import Spawned, exists, wait_for_end
 
@@ -30,7 +29,7 @@ import os, signal, subprocess, sys, threading
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages.rounds import ClaimSteps
+from dflow.distributed.training.work_messages import ClaimSteps
 from dflow.distributed.wire.messages.status import Report
 watch()
 index = int(os.environ["DFLOW_INDEX"])

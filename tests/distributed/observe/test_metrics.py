@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import dflow
 from dflow.distributed.cluster.task_metrics import task_metrics
+from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.observe.metrics import (
     MOST_NAMED,
     MetricsEndpoint,
@@ -23,7 +24,6 @@ from dflow.distributed.observe.metrics import (
     coordinator_metrics,
     metrics_place,
 )
-from dflow.distributed.roles import make_coordinator
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import ConfigError, VariableError

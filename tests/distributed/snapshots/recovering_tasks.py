@@ -22,13 +22,9 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.membership import STOPPED
-from dflow.distributed.roles import make_coordinator_state
-from dflow.distributed.wire.messages.message import Mark, Marked, Message
-from dflow.distributed.wire.messages.pauses import HoldSteps, StepsHeld
-from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
-from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster
-from dflow.distributed.wire.messages.rounds import ClaimSteps
-from dflow.distributed.wire.messages.snapshots import (
+from dflow.distributed.coordinator_role import make_coordinator_state
+from dflow.distributed.snapshots.pause_messages import HoldSteps, StepsHeld
+from dflow.distributed.snapshots.snapshot_messages import (
     CaptureState,
     LoadState,
     SnapshotCommitted,
@@ -37,6 +33,10 @@ from dflow.distributed.wire.messages.snapshots import (
     StateRestored,
     StateWritten,
 )
+from dflow.distributed.training.work_messages import ClaimSteps
+from dflow.distributed.wire.messages.message import Mark, Marked, Message
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster
 
 PS = ("/job:ps/task:0", "/job:ps/task:1")
 WORKER = "/job:worker/task:0"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dflow.distributed.snapshots.recovery_waits import RETURN_S
-from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
-from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.rounds import Claimed, StepsDone
-from dflow.distributed.wire.messages.snapshots import (
+from dflow.distributed.snapshots.snapshot_messages import (
     AnnounceLeave,
     AwaitRecovery,
     CaptureState,
     Recovered,
     StateWritten,
 )
+from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
+from dflow.distributed.training.work_messages import Claimed, StepsDone
+from dflow.distributed.wire.messages.connection import Failure, Ok
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
 
 

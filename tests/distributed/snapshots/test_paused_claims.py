@@ -10,15 +10,15 @@ from dflow.distributed.asynchronous.step_claims import StepClaims
 from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, SendReply, Told
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.durable_records import apply_changes
-from dflow.distributed.roles import make_coordinator_state
-from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.pauses import (
+from dflow.distributed.coordinator_role import make_coordinator_state
+from dflow.distributed.snapshots.pause_messages import (
     HoldSteps,
     PauseSteps,
     StepsHeld,
 )
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone
+from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Join, Leave
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
 
 WORKER0, WORKER1, WORKER2 = (f"/job:worker/task:{index}" for index in range(3))
 #: Two workers join over the connections 10 and 11, and the second claims the steps 0 to 4.

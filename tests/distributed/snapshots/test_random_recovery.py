@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dflow.distributed.snapshots.snapshot_messages import AnnounceLeave, AwaitRecovery, Recovered
+from dflow.distributed.training.work_messages import Claimed
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.rounds import Claimed
-from dflow.distributed.wire.messages.snapshots import AnnounceLeave, AwaitRecovery, Recovered
 from tests.distributed.snapshots.recovering_tasks import PS, TOTAL, WORKER, Tasks, claim
 from tests.effort import examples
 

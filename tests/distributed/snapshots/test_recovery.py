@@ -5,17 +5,12 @@ from __future__ import annotations
 from dflow.distributed.coordinator.coordinator_events import (
     PeerClosed,
 )
+from dflow.distributed.snapshots.pause_messages import PauseSteps
 from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.recovery_waits import NOTICE_S, RETURN_S
 from dflow.distributed.snapshots.return_attempt import LOAD_S
 from dflow.distributed.snapshots.snapshot_attempt import CAPTURE_S
-from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
-from dflow.distributed.training.run_progress import RunProgress
-from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.pauses import PauseSteps
-from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
-from dflow.distributed.wire.messages.rounds import Claimed, RoundsDone
-from dflow.distributed.wire.messages.snapshots import (
+from dflow.distributed.snapshots.snapshot_messages import (
     AwaitRecovery,
     CaptureState,
     LoadState,
@@ -25,6 +20,11 @@ from dflow.distributed.wire.messages.snapshots import (
     StateLoaded,
     StateWritten,
 )
+from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
+from dflow.distributed.training.run_progress import RunProgress
+from dflow.distributed.training.work_messages import Claimed, RoundsDone
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.wire.messages.snapshots import (
+from dflow.distributed.snapshots.snapshot_messages import (
     CaptureState,
     LoadState,
     SnapshotCommitted,

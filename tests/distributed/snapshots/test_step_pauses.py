@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
+from dflow.distributed.snapshots.pause_messages import HoldSteps, StepsPaused
 from dflow.distributed.snapshots.step_pauses import StepPauses
-from dflow.distributed.wire.messages.pauses import HoldSteps, StepsPaused
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))

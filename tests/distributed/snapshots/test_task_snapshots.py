@@ -15,14 +15,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflow.distributed.snapshots.task_snapshots import TaskSnapshots
-from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
-from dflow.distributed.task.task_part import TaskPart
-from dflow.distributed.task.task_resources import TaskResources
-from dflow.distributed.task.task_server import TaskSettings
-from dflow.distributed.wire.messages.message import Notice
-from dflow.distributed.wire.messages.resources import CreateResource
-from dflow.distributed.wire.messages.snapshots import (
+from dflow.distributed.snapshots.snapshot_messages import (
     CaptureState,
     LoadState,
     SnapshotCommitted,
@@ -30,6 +23,13 @@ from dflow.distributed.wire.messages.snapshots import (
     StateLoaded,
     StateWritten,
 )
+from dflow.distributed.snapshots.task_snapshots import TaskSnapshots
+from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
+from dflow.distributed.task.task_part import TaskPart
+from dflow.distributed.task.task_resources import TaskResources
+from dflow.distributed.task.task_server import TaskSettings
+from dflow.distributed.wire.messages.message import Notice
+from dflow.distributed.wire.messages.resources import CreateResource
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.state.applied_steps import StepOfRun

@@ -19,7 +19,7 @@ import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.collectives.process_mesh import ProcessMesh, _sizes
 from dflow.distributed.training.step_report import StepProgress
-from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.training.work_messages import RoundsDone
 from dflow.tracing.errors import DeviceError, StrategyError
 from tests.distributed.processes import Spawned
 from tests.distributed.training import all_reduce_programs

@@ -20,8 +20,8 @@ from dflow.distributed.standalone import NoCalls
 from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.synchronous.sync import Sync
 from dflow.distributed.training.strategy import StrategyRun
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone
 from dflow.distributed.wire.messages.message import Notice
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
 from dflow.tracing.errors import RemoteError, StrategyError, TaskLost, TransportClosed
 
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dflow.distributed.wire.messages.message import Marked, Notice, Request
-
-
-class NotFinite(msgspec.Struct, frozen=True):
-    """The first loss of a run, by name, that was not a finite number, with its step and worker."""
-
-    step: int
-    metric: str
-    value: float
-    run: str = ""
-    task: str = ""
+from dflow.distributed.wire.messages.status import NotFinite
 
 
 class Claimed(Marked, frozen=True):
@@ -53,7 +44,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
     `has_failed` whether the worker leaves the run by an error, or its loop, perhaps by one; its output may show it
     """
 
-    speaker = "task"
+    speaker, is_numbered, series = "task", True, "run"
 
     run: str
     task: str
