@@ -796,14 +796,16 @@ class _AsDispatched(jax_core.Trace):
         self._outer = outer
         self.requires_low = outer.requires_low
 
+    def _forward(self, method: str, *args: Any) -> Any:
+        with jax_core.set_current_trace(self._outer):
+            return getattr(self._outer, method)(*args)
+
     def process_primitive(self, primitive: Any, values: Any, params: Any, /) -> Any:
         kept = {**params, "inline": _KEPT_CALL} if "inline" in params else params
-        with jax_core.set_current_trace(self._outer):
-            return self._outer.process_primitive(primitive, values, kept)
+        return self._forward("process_primitive", primitive, values, kept)
 
-    def process_call(self, primitive: Any, fn: Any, values: Any, params: Any, /) -> Any:
-        with jax_core.set_current_trace(self._outer):
-            return self._outer.process_call(primitive, fn, values, params)
+    def process_call(self, *call: Any) -> Any:
+        return self._forward("process_call", *call)
 
     def process_custom_jvp_call(self, primitive: Any, fn: Any, jvp: Any, values: Any, /, **_: Any) -> Any:
         return fn.call_wrapped(*values)
@@ -812,8 +814,7 @@ class _AsDispatched(jax_core.Trace):
         return fn.call_wrapped(*values)
 
     def stage_value(self, value: Any) -> Any:
-        with jax_core.set_current_trace(self._outer):
-            return self._outer.stage_value(value)
+        return self._forward("stage_value", value)
 
     def __getattr__(self, name: str) -> Any:
         # What few primitives ask of a trace, such as process_shard_map.

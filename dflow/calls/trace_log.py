@@ -112,28 +112,15 @@ class TraceLog:
             total_ms = (time.perf_counter() - started) * 1e3
             self.records[index] = replace(self.records[index], total_ms=total_ms)
 
-    def add(
-        self,
-        arguments: Mapping[str, str],
-        call: Loc | None,
-        trace_ms: float,
-        *,
-        is_within: bool = False,
-        is_look: bool = False,
-        taker: str = "",
-    ) -> None:
+    def add(self, arguments: Mapping[str, str], call: Loc | None, trace_ms: float, **kind: Any) -> None:
         """Append a trace. Warns with RetraceWarning when traces for new types or new functions become too many.
 
-        See `TraceRecord` for the arguments. A trace is compared with those that are within another one as it is, and
-        looks as it is: a program is compiled for each kind.
+        See `TraceRecord` for the arguments; `kind` is `is_within`, `is_look` and `taker`. A trace is compared with
+        those that are within another one as it is, and looks as it is: a program is compiled for each kind.
         """
+        record = TraceRecord(len(self.records) + 1, arguments, (), call, trace_ms, **kind)
+        is_within, is_look = record.is_within, record.is_look
         earlier = [one for one in self.records if (one.is_within, one.is_look) == (is_within, is_look)]
-        record = TraceRecord(
-            *(len(self.records) + 1, arguments, (), call, trace_ms),
-            is_within=is_within,
-            is_look=is_look,
-            taker=taker,
-        )
         record = replace(record, changes=_changes(record, earlier))
         self.records.append(record)
         if not _is_same(record) and sum(not _is_same(one) for one in [*earlier, record]) == WARN_AFTER:
