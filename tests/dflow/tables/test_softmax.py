@@ -18,7 +18,8 @@ pytestmark = pytest.mark.once
 
 CLASSES, DIM, EXAMPLES = 37, 5, 6
 HIDDEN = jax.random.normal(jax.random.key(1), (2, 3, DIM))
-LABELS = jnp.array([[0, 36, 5], [17, 5, 30]])
+#: With the first and the last classes of the shards, which begin at 0, 2 and 10.
+LABELS = jnp.array([[0, 36, 2], [10, 1, 9]])
 
 
 def tables() -> tuple[dflow.ShardedVariable, dflow.ShardedVariable]:
