@@ -50,5 +50,5 @@ def shared_steps(cluster: Cluster, run: str, rules: AheadRules, job: str, *, is_
         if rules.max_staleness is None:
             yield step
             return
-        with StalenessBound(cluster, run, rules.max_staleness, job, loop).taking_part() as bound:
-            yield bound.around(step)
+        with StalenessBound(cluster, run, rules.max_staleness, job, loop).taking_part(step) as bounded:
+            yield bounded

@@ -42,15 +42,8 @@ class StalenessBound:
         self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(place)).task
 
     @contextmanager
-    def taking_part(self) -> Iterator[StalenessBound]:
-        """Return the context of the loop."""
-        try:
-            yield self
-        finally:
-            self._end(is_last=True)
-
-    def around(self, step: SharedStep) -> SharedStep:
-        """Return the context of each step, entered when the step may begin, around the context `step`."""
+    def taking_part(self, step: SharedStep) -> Iterator[SharedStep]:
+        """Return the context of the loop; it gives the context of each step, entered when the step may begin."""
 
         @contextmanager
         def bounded(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
@@ -61,7 +54,10 @@ class StalenessBound:
             finally:
                 self._end()
 
-        return bounded
+        try:
+            yield bounded
+        finally:
+            self._end(is_last=True)
 
     def _begin(self) -> None:
         """Wait until the next step may begin."""

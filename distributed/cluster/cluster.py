@@ -111,6 +111,7 @@ class Cluster:
         #: The variables of this process.
         self.store = store
         self.settings = settings
+        #: What subjects keep for this cluster, by the function that makes it.
         self._parts: dict[Callable[[Cluster], Any], Any] = {}
         self._making = threading.RLock()
         self._closing = ExitStack()
@@ -139,6 +140,7 @@ class Cluster:
             raise
         self._closing.callback(self.server.close)
         self._closing.callback(self._leave)
+        self._closing.callback(self._parts.clear)
         if not is_standalone:
             _joined.add(self)
 

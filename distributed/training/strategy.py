@@ -6,7 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from dflow.distributed.cluster.cluster import Cluster
@@ -38,7 +38,7 @@ class StrategyRun:
     step: Callable[..., Any]
     batches: BatchSupply
     guard: TerminationGuard
-    opened: OpenRun = field(default_factory=OpenRun)
+    opened: OpenRun
 
     def calls(self, numbers: Iterable[int]) -> Iterator[Any]:
         """Call the step with the next batch, or that of each number, and yield its results.

@@ -190,8 +190,8 @@ class StepsWorker(TrainingWorker):
             else:
                 tasks = cast(Cluster, _BoundTasks(self, self._member))
                 bound = StalenessBound(tasks, run, rules.max_staleness, job, self._loop)
-                with bound.taking_part():
-                    yield bound.around(step)
+                with bound.taking_part(step) as bounded:
+                    yield bounded
         finally:
             self._loop.cancel("the loop ended")
 
