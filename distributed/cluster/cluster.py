@@ -138,9 +138,6 @@ class Cluster:
             self.server.close()
             self.coordinator.close("could not join")
             raise
-        self._closing.callback(self.server.close)
-        self._closing.callback(self._leave)
-        self._closing.callback(self._parts.clear)
         if not is_standalone:
             _joined.add(self)
 
@@ -273,9 +270,11 @@ class Cluster:
 
     def close(self) -> None:
         """Close the parts, and leave the cluster; a second call does nothing."""
-        self._closing.close()
-
-    def _leave(self) -> None:
-        _joined.discard(self)
-        self.steps.state_changed()
-        self.coordinator.leave(FINISHED if Terminated.raised is None else Terminated.raised.reason)
+        try:
+            self._closing.close()
+        finally:
+            self._parts.clear()
+            _joined.discard(self)
+            self.steps.state_changed()
+            self.coordinator.leave(FINISHED if Terminated.raised is None else Terminated.raised.reason)
+            self.server.close()
