@@ -1,4 +1,4 @@
-"""What the role of the coordinator is made of: its parts, in the order in which they hear of an event.
+"""The parts of the coordinator, which hear of an event in this order.
 
 `task_role.py` has that of a task.
 """

@@ -1,8 +1,8 @@
 """What a part of a coordinator is: a subject's decisions, made by events that all parts hear of.
 
 Why: the coordinator knows members, places of variables and what comes of an event, and nothing of the subjects that it
-serves. A part has the handlers of its messages, and is told of members that join, leave or are heard, and of time. The
-parts of the role are listed in `coordinator_role.py`, in the order in which they hear of an event.
+serves. A part has the handlers of its messages, and hears of members that join, leave or send heartbeats, and of time.
+`coordinator_role.py` lists the parts of the role; they hear of an event in that order.
 
 Invariants: a part is a pure function of events, and keeps what must last in `core.records`; it may use the parts that
 are listed before it (`core.part`).
@@ -67,7 +67,7 @@ class CoordinatorPart:
     """A subject's part of the coordinator. Each hook does nothing unless a part defines it.
 
     `requests`, `notices`  the handlers of its messages
-    `copied`               class of what `copy` returns; None if a snapshot has nothing of the part
+    `copied`               class of the result of `copy`; None if a snapshot has nothing of the part
     `may_be_lost`          beginnings of the keys of its records whose newest changes may be lost: see `held_commands`
     `tells`                messages that tell of a record, and its key
     `moments`              moments for tests, by the class of a message or by the key of a record: see `moments.reach`
@@ -128,7 +128,7 @@ class CoordinatorPart:
         return None
 
     def copy(self) -> msgspec.Struct | None:
-        """Return a copy of what returns with the tasks' state, made while no step runs."""
+        """Return a copy of its state that returns with the state of the tasks, made while no step runs."""
         return None
 
     def return_to(self, copy: Any) -> int:
@@ -152,7 +152,7 @@ class CoordinatorCore:
 
     `jobs`        number of expected tasks by job
     `is_durable`  whether all changes are written; no snapshot is committed while some are not
-    `parts`       those made so far, in their order
+    `parts`       those that are made, in their order
     """
 
     settings: CoordinatorSettings
