@@ -28,7 +28,7 @@ from dflow.lowering.values.index_set import IndexSet
 from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
 from tests.simulation.faults import parse_faults
 from tests.simulation.moment_mutations import MOMENT_MUTATIONS
-from tests.simulation.planting import Made, Mutation, doing_nothing, giving
+from tests.simulation.planting import Made, Mutation, change_is_new, doing_nothing, giving
 from tests.simulation.programs import QUEUE, ROUND_SNAPSHOTS, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
 from tests.simulation.round_snapshot_mutations import ROUND_SNAPSHOT_MUTATIONS
 from tests.simulation.snapshot_mutations import SNAPSHOT_MUTATIONS
@@ -240,9 +240,9 @@ def _not_counted(original: Any) -> Any:
 
 
 def _by_attempt(original: Any) -> Any:
-    def begins(attempt: Any, keys: Any) -> Any:
+    def begins(attempt: Any, keys: Any, one: Any) -> Any:
         attempt._applied.whole = IndexSet()
-        return original(attempt, keys)
+        return original(attempt, keys, one)
 
     return begins
 
@@ -342,9 +342,9 @@ MUTATIONS = (
     Mutation("a lost coordinator is not called again", _DRIVER, "_try_to_open", doing_nothing, "none lost"),
     Mutation("the coordinator's answers are dropped", _DRIVER, "_reply_came", doing_nothing, "none lost"),
     Mutation("a failed step is reported as done", async_.Async, "run", _a_failed_step_as_done, "none lost"),
-    Mutation("a task records no applied step", _ATTEMPT, "_begins", giving(True), "applied once"),
+    Mutation("a task records no applied step", _ATTEMPT, "_begins", change_is_new, "applied once"),
     Mutation("the end of a part is not recorded", _ATTEMPT, "_begins", _by_attempt, "applied once"),
-    Mutation("all steps count as applied", _ATTEMPT, "_begins", giving(False), "none lost"),
+    Mutation("all steps count as applied", _ATTEMPT, "_begins", giving((False, None)), "none lost"),
     Mutation("the release of a step brings no number", plan_runs.PlanRuns, "release", _without_number, "applied once"),
     Mutation("waits have no deadline", deadlines.Deadlines, "begin", giving(1e9), "waits end"),
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", doing_nothing, "waits end"),

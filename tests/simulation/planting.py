@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,16 @@ class Mutation:
 def giving(result: Any) -> Made:
     """Return a function that returns `result`, whatever its arguments."""
     return lambda original: lambda *args, **kwargs: result
+
+
+def change_is_new(original: Any) -> Any:
+    """Return `StepAttempt._begins` that takes each change of a step's state for a new one."""
+
+    def begins(attempt: Any, keys: Any, one: Any) -> Any:
+        attempt._applied.pending[attempt._step.number, one] = deque()
+        return True, None
+
+    return begins
 
 
 def doing_nothing(original: Any) -> Any:

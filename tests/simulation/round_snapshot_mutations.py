@@ -11,7 +11,7 @@ from dflow.distributed.synchronous import rounds, step_aggregator
 from dflow.distributed.training import run_progress
 from dflow.lowering.queues import accumulators
 from dflow.lowering.state import applied_steps
-from tests.simulation.planting import Made, Mutation, doing_nothing, giving
+from tests.simulation.planting import Made, Mutation, change_is_new, doing_nothing
 from tests.simulation.programs import ROUND_SNAPSHOTS
 
 #: The ps task that aggregates the rounds, or another one, dies in the middle of the run.
@@ -96,7 +96,7 @@ ROUND_SNAPSHOT_MUTATIONS = (
         "a task does not record the update of a round",
         applied_steps.StepAttempt,
         "_begins",
-        giving(True),
+        change_is_new,
         "applied once",
         _APART,
     ),

@@ -163,7 +163,7 @@ SNAPSHOT_MUTATIONS = (
     _planted("a task returns once only", _PARTS, "_load", _always_the_first, "one moment", _TWICE),
     _planted("a task returns before others have read", _RECOVERY, "_load", _without_reading, "all read"),
     _planted("state made since is not freed", _PARTS, "_load", _none_freed, "one moment", _EARLY),
-    _planted("the ledger does not return", step_claims.StepClaims, "return_to", doing_nothing, "one moment"),
+    _planted("the ledger does not return", step_claims.StepClaims, "return_to", giving(0), "one moment"),
     _planted("claims outlive a return", claimed_run.ClaimedRun, "return_to", _claims_kept, "done once"),
     _planted(
         "a dead worker's step is not awaited", step_claims.StepClaims, "is_clear", giving(True), "one moment", _HALF
