@@ -25,7 +25,7 @@ from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.message import Message
 
 WAIT_S = 60.0

@@ -30,7 +30,7 @@ from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.codec import decode_arrays, encode_array
-from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Ok
+from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message
 
 WAIT_S = 60.0

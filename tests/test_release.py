@@ -10,7 +10,7 @@ from pathlib import Path
 import dflow
 from dflow.cli.local.doctor_checks import OF_DEVELOPERS
 from dflow.distributed.coordinator import coordinator_store
-from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION
+from dflow.distributed.wire.messages.basic import PROTOCOL_VERSION
 from dflow.exporting import export_format
 from dflow.lowering.files import array_manifest
 

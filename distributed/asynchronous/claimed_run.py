@@ -13,7 +13,7 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.lowering.values.index_set import IndexSet
 from dflow.tracing.devices.task_name import short_task_name
 

@@ -21,7 +21,7 @@ from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.transport.base import Responder
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 

@@ -40,7 +40,7 @@ from dflow.distributed.snapshots.step_pauses import StepPauses
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.training.work_messages import ClaimSteps, StepsDone
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.status import WorkerProgress
 from dflow.lowering.values.index_set import IndexSet
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.message import Mark, Marked, Message, Request
 from dflow.distributed.wire.messages.roster import Announcement, Join, Leave, Roster, RosterChange, changed_roster
 

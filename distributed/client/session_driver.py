@@ -40,7 +40,7 @@ from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
 from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.failures import error_of, failure_of
 from dflow.distributed.wire.large_message import unpack
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
 from dflow.distributed.wire.messages.roster import Roster, RosterChange
 from dflow.lowering.queues.timers import Clock, Stoppable

@@ -26,7 +26,7 @@ from dflow.distributed.task.task_resources import described
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.failures import MAX_TEXT
-from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays
+from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, ForgetFed, GetFed
 from dflow.distributed.wire.messages.variables import ForgetState

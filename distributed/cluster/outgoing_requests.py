@@ -16,7 +16,7 @@ from dflow.distributed.steps.step_gate import begins_parts, uses_tasks
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.transport.base import OnReply, PendingReply, Reply
 from dflow.distributed.wire.codec import Payload
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, PlaceVariables, Unplace
 from dflow.lowering.queues.channel import StepId

@@ -30,7 +30,7 @@ from dflow.distributed.steps.retries import MOST_FAILURES, RETRY_S
 from dflow.distributed.steps.step_gate import is_in_step
 from dflow.distributed.wire.codec import KEYS, Payload, dtype_name, encode_arrays
 from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import (
     CreateVariable,

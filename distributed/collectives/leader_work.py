@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from dflow.distributed.collectives.group_messages import AwaitLeaderWork, LeaderWork, LeaderWorkEnded, LeaderWorks
 from dflow.distributed.coordinator.coordinator_events import SendReply
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.tracing.devices.task_name import short_task_name
 
 #: Number of ended works that a group remembers, for members that come late.

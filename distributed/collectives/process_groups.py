@@ -41,7 +41,7 @@ from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, Coor
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.coordinator.progress_watch import ProgressWatch
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 #: Longest wait of a new group for the next life of a task after a fault, in s.

@@ -29,7 +29,7 @@ from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.coordinator.progress_watch import ProgressWatch
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 

@@ -45,7 +45,7 @@ from dflow.distributed.coordinator.held_commands import waits
 from dflow.distributed.coordinator.membership import MembershipCommand, ReleaseTask
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave

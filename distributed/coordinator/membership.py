@@ -31,7 +31,7 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Disconnect, Log
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.roster import Announcement, Join, Roster, RosterChange, TaskInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
 

@@ -20,7 +20,7 @@ import msgspec
 
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.status import VariableInfo
 from dflow.tracing.devices.task_name import short_task_name

@@ -36,7 +36,7 @@ from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE
 from dflow.distributed.transport.security.private_files import read_private
-from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION
+from dflow.distributed.wire.messages.basic import PROTOCOL_VERSION
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError

@@ -31,7 +31,7 @@ from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.distributed.process.parent_watch import ORPHANED, wait_until_ended
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
-from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION
+from dflow.distributed.wire.messages.basic import PROTOCOL_VERSION
 
 STARTED = "dflow task started"
 ENDED = "dflow task ended with status "

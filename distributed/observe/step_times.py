@@ -25,7 +25,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from dflow.distributed.observe.clock_alignment import Offset
-from dflow.distributed.observe.sent_messages import SentMessage, sent_messages
+from dflow.distributed.observe.message_times import SentMessage, sent_messages
 from dflow.distributed.observe.spans import Span, spans
 from dflow.lowering.steps.step_events import PART_BEGAN, STEP_BEGAN, Event
 from dflow.tracing.devices.task_name import split_task_name

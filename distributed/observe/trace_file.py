@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dflow.distributed.observe.clock_alignment import Crossing, Offset
-from dflow.distributed.observe.sent_messages import MessageKey, SentMessage, key_of, sent_messages
+from dflow.distributed.observe.message_times import MessageKey, SentMessage, key_of, sent_messages
 from dflow.distributed.observe.spans import Span, spans
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE
 from dflow.lowering.steps.step_events import (

@@ -59,7 +59,7 @@ from dflow.distributed.snapshots.snapshot_messages import (
 from dflow.distributed.snapshots.snapshot_schedule import AFTER_PAUSE_S, PAUSE_S, SnapshotSchedule
 from dflow.distributed.snapshots.step_pauses import StepPauses
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.status import SnapshotSize
 from dflow.tracing.devices.task_name import short_task_name, task_name
 

@@ -12,7 +12,7 @@ from dflow.distributed.coordinator.coordinator_events import Command, Log, SendR
 from dflow.distributed.snapshots.return_attempt import LOAD_S
 from dflow.distributed.snapshots.snapshot_attempt import overdue
 from dflow.distributed.snapshots.snapshot_messages import Recovered, Saved
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 
 #: Longest wait for the process of a task that held state to be started again, and for the steps that run, in s.
 RETURN_S = 300.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dflow.distributed.transport.base import Handler, Peer, Transport
-from dflow.distributed.wire.messages.connection import Introduce
+from dflow.distributed.wire.messages.basic import Introduce
 from dflow.lowering.steps.recorder import NOWHERE
 from dflow.lowering.steps.step_events import CONNECTED
 from dflow.lowering.values.computed import about_to_wait

@@ -18,7 +18,7 @@ from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.transport.base import Peer, Reply
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.plans import Ahead, CancelStep, RunPlan
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.state.applied_steps import StepOfRun

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.wire.messages.connection import ArrayInfo, Ok
+from dflow.distributed.wire.messages.basic import ArrayInfo, Ok
 from dflow.distributed.wire.messages.message import Message, Request
 from dflow.tracing.devices.task_name import short_task_name
 

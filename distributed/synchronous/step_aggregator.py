@@ -39,7 +39,7 @@ from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.transport.base import OnReply, Reply, Responder
 from dflow.distributed.wire.codec import decode_arrays
 from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.mailbox import Mailbox

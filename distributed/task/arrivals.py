@@ -10,7 +10,7 @@ import msgspec
 from dflow.distributed.transport.base import Peer, Responder
 from dflow.distributed.wire.codec import Payload, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Arrays, Ok
+from dflow.distributed.wire.messages.basic import Arrays, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import fetched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Ok
+from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message, Request
 
 

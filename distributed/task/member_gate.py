@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages.connection import Introduce
+from dflow.distributed.wire.messages.basic import Introduce
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import TaskLost

@@ -36,7 +36,7 @@ from dflow.distributed.task.checkpoint_messages import (
 from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
-from dflow.distributed.wire.messages.connection import Arrays
+from dflow.distributed.wire.messages.basic import Arrays
 from dflow.lowering.files.array_files import piece, write_parts
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt

@@ -59,7 +59,7 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Arrays, Introduce, Ok
+from dflow.distributed.wire.messages.basic import Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import (
     Dumped,

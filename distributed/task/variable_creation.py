@@ -21,7 +21,7 @@ from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.task.variable_layout import on_devices
 from dflow.distributed.wire.codec import KEYS, decode_arrays, parse_dtype
 from dflow.distributed.wire.failures import failure_of
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, VariablesCreated
 from dflow.lowering.programs.program import Program
 from dflow.lowering.values.first_value import Unshared, joined_rows, unshared

@@ -12,7 +12,7 @@ from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, Coor
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.training.plan_messages import TrainingEvent
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.status import Report
 
 _RESULT = "result/"

@@ -23,7 +23,7 @@ from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, Coor
 from dflow.distributed.coordinator.membership import NORMAL_ENDS, ReleaseTask
 from dflow.distributed.training.comparison_messages import CompareStep, RunRefused, StepCompared
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.tracing.devices.task_name import short_task_name
 
 #: Number of the newest runs whose descriptions are kept.

@@ -28,7 +28,7 @@ from dflow.distributed.transport.link import LOGGER, Frame, FrameLink, Kind, Lim
 from dflow.distributed.wire.codec import Parts, SentPayload, decode_message, encode_message
 from dflow.distributed.wire.failures import error_of, failure_of
 from dflow.distributed.wire.large_message import unpack
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.message import Answer, Message, Request
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, InternalError, TransportClosed, WireError

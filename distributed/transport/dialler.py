@@ -24,7 +24,7 @@ from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.distributed.transport.stream import Deadline, Stream
-from dflow.distributed.wire.messages.connection import Hello
+from dflow.distributed.wire.messages.basic import Hello
 from dflow.tracing.errors import DflowError, SecurityError, WireError
 
 FIRST_RETRY_S = 0.02

@@ -12,7 +12,7 @@ from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.stream import Deadline, Stream, send_by
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Failure, Hello
+from dflow.distributed.wire.messages.basic import PROTOCOL_VERSION, Failure, Hello
 from dflow.tracing.errors import TransportClosed, WireError
 
 _LONGEST_NAME = 256

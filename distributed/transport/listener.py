@@ -30,7 +30,7 @@ from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.distributed.transport.stream import Deadline, Stream, reason_of
 from dflow.distributed.wire.failures import failure_of
-from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Hello
+from dflow.distributed.wire.messages.basic import PROTOCOL_VERSION, Hello
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
 
 _AFTER_FAULT_S = 0.02

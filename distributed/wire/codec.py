@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflow.distributed.wire import messages
-from dflow.distributed.wire.messages.connection import ArrayInfo
+from dflow.distributed.wire.messages.basic import ArrayInfo
 from dflow.distributed.wire.messages.message import Message
 from dflow.lowering.values.alignment import ALIGNMENT_BYTES
 from dflow.tracing.errors import WireError

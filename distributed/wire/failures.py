@@ -7,7 +7,7 @@ with the name as text.
 
 from __future__ import annotations
 
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.tracing import errors
 from dflow.tracing.errors import DflowError, RemoteError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import zlib
 
 from dflow.distributed.wire.codec import Payload, decode_message, encode_message
-from dflow.distributed.wire.messages.connection import Packed
+from dflow.distributed.wire.messages.basic import Packed
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import PackedRoster, Roster, RosterChange, change_between, changed_roster
 from dflow.distributed.wire.messages.status import Status

@@ -22,7 +22,7 @@ from dflow.distributed.transport.security.certificates import issue_certificate,
 from dflow.distributed.transport.security.identity import Identity
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.message import Message
 
 DEADLINE_S = 30.0

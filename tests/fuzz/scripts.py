@@ -19,7 +19,7 @@ import numpy as np
 from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
 from dflow.distributed.transport.link import Frame, Kind
 from dflow.distributed.wire.codec import ANY_MESSAGE, encode_message
-from dflow.distributed.wire.messages.connection import Hello, Introduce
+from dflow.distributed.wire.messages.basic import Hello, Introduce
 from dflow.lowering.programs.program import export_program
 from dflow.lowering.steps.plan import Plan
 from dflow.tracing.ir.types import ArrayType

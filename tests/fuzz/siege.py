@@ -22,7 +22,7 @@ from pathlib import Path
 from dflow.distributed.transport.addresses import TcpAddress, UnixAddress, parse_address
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Introduce
+from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Introduce
 from dflow.distributed.wire.messages.status import GetStatus, Status
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ReadVariables
 from tests.fuzz.scripts import TASK, WORKERS, Script, script

@@ -17,7 +17,7 @@ from dflow.distributed.snapshots.used_state import UsedState
 from dflow.distributed.steps.step_gate import RunningStep, inside_step
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages.connection import ArrayInfo
+from dflow.distributed.wire.messages.basic import ArrayInfo
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables
 from dflow.tracing.errors import DflowError

@@ -14,7 +14,7 @@ import numpy as np
 
 from dflow.distributed.wire.codec import decode_array, encode_array
 from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages.connection import ArrayInfo
+from dflow.distributed.wire.messages.basic import ArrayInfo
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable

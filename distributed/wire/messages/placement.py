@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.message import Marked, Message, Request
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Ok
+from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message, Request
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.queue_settings import QueueSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.message import Mark, Marked, Message, Notice, Request
 
 

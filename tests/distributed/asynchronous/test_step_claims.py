@@ -13,7 +13,7 @@ from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.training.plan_messages import TrainingPlan
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))

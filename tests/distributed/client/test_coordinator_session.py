@@ -19,7 +19,7 @@ from dflow.distributed.client.coordinator_session import (
     Warn,
 )
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
 from dflow.distributed.wire.messages.roster import Announcement, Join, Leave, Roster, RosterChange, TaskInfo
 from dflow.distributed.wire.messages.status import GetStatus

@@ -20,7 +20,7 @@ from dflow.distributed.collectives.group_messages import (
 )
 from dflow.distributed.collectives.process_groups import LONG_EXCHANGE_S, ProcessGroups
 from dflow.distributed.coordinator.coordinator_events import Log, SendReply
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))

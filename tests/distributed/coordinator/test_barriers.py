@@ -16,7 +16,7 @@ from dflow.distributed.coordinator.durable_records import DurableRecords, apply_
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.transport.base import PendingReply
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import DeadlineExceeded, TaskLost

@@ -23,7 +23,7 @@ from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.durable_records import apply_changes
 from dflow.distributed.coordinator_role import make_coordinator_state
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Mark, Marked, Message
 from dflow.distributed.wire.messages.placement import PlaceVariable

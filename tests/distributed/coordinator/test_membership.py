@@ -12,7 +12,7 @@ from dflow.distributed.coordinator import membership
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Disconnect
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.coordinator.membership import PUBLISH_AT_ONCE, Membership, MembershipCommand, ReleaseTask
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.roster import (
     Join,
     Roster,

@@ -17,7 +17,7 @@ from dflow.distributed.coordinator.durable_records import Change, DurableRecords
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator_role import make_coordinator, make_coordinator_state
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.message import Mark, Message
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import Join, Roster

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.coordinator.membership import Membership
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.roster import Join
 

@@ -12,7 +12,7 @@ from dflow.distributed.snapshots.snapshot_messages import (
 )
 from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
 from dflow.distributed.training.work_messages import Claimed, StepsDone
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure, Ok
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Log
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.roster import Announcement, Join
 from tests.distributed.coordinator.test_membership import PS0, WORKER0, brief, cluster, restarted
 from tests.effort import examples

@@ -23,7 +23,7 @@ from dflow.distributed.snapshots.snapshot_messages import (
 from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.training.work_messages import Claimed, RoundsDone
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
 

@@ -7,7 +7,7 @@ import msgspec
 from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery, Recovered, StateLoaded
 from dflow.distributed.training.plan_messages import TrainingPlan
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps, RoundsDone
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.roster import Roster
 from tests.distributed.snapshots.recovering_tasks import JOBS, PS, WORKER, Tasks, claim

@@ -14,7 +14,7 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.wire.messages.basic import Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.lowering.values.computed import before_waiting
 from dflow.tracing.errors import DeadlineExceeded, TaskLost

@@ -24,7 +24,7 @@ from dflow.distributed.synchronous.round_messages import (
 )
 from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
 from dflow.distributed.wire.codec import encode_arrays
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.pending_operations import Cancel, OnResults

@@ -11,7 +11,7 @@ from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.task_role import TASK_PARTS
 from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.distributed.wire.codec import decode_arrays, encode_array
-from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Introduce
+from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Introduce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.distributed.wire.messages.variables import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflow.distributed.task.member_gate import MOST_HELD, Arrived, MemberGate
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages.connection import Introduce
+from dflow.distributed.wire.messages.basic import Introduce
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.errors import TaskLost
 from tests.effort import examples

@@ -12,7 +12,7 @@ import pytest
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.wire.messages.basic import Introduce, Ok
 from dflow.distributed.wire.messages.plans import Ahead, CancelStep, Registered, RegisterPlan, ReleaseStep, RunPlan
 from dflow.distributed.wire.messages.transfers import Values
 from dflow.lowering.programs.program import export_program

@@ -21,7 +21,7 @@ from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Peer, PendingReply, Transport
 from dflow.distributed.transport.link import Limits, on_reader_thread
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan, RunPlan
 from dflow.distributed.wire.messages.transfers import Values

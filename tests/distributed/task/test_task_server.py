@@ -20,7 +20,7 @@ from dflow.distributed.task.arrivals import Arrival
 from dflow.distributed.task.request_queues import MOST_OF_A_TASK
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.wire.messages.basic import Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, TaskState
 from dflow.distributed.wire.messages.plans import CancelStep, RegisterPlan, RunPlan

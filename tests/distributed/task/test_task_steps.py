@@ -15,7 +15,7 @@ import pytest
 
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, RunPlan
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.distributed.wire.messages.status import GetStatus

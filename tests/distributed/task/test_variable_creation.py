@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.task.variable_creation import VariableCreation
 from dflow.distributed.wire.codec import encode_arrays
-from dflow.distributed.wire.messages.connection import ArrayInfo
+from dflow.distributed.wire.messages.basic import ArrayInfo
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ProgramCall, VariablesCreated
 from dflow.lowering.programs.program import export_program
 from dflow.lowering.state.store import Store

@@ -6,7 +6,7 @@ from dflow.distributed.coordinator.coordinator_events import Broadcast, SendRepl
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.training.comparison_messages import CompareStep, RunRefused, StepCompared
 from dflow.distributed.training.step_comparisons import KEPT_RUNS, StepComparisons
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.message import Message
 
 A, B, C = "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2"

@@ -12,7 +12,7 @@ import pytest
 from dflow.distributed.transport.base import Handler, Listener, Peer, RefuseAll, Reply, Responder
 from dflow.distributed.transport.link import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.wire.large_message import pack
-from dflow.distributed.wire.messages.connection import Failure, Introduce, Ok, Packed
+from dflow.distributed.wire.messages.basic import Failure, Introduce, Ok, Packed
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan

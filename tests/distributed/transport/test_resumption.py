@@ -23,7 +23,7 @@ from dflow.distributed.transport.link import Frame, Kind, Limits
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.distributed.wire.codec import encode_message
-from dflow.distributed.wire.messages.connection import Failure, Hello, Ok
+from dflow.distributed.wire.messages.basic import Failure, Hello, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.wire.messages.plans import Registered

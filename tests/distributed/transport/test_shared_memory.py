@@ -27,7 +27,7 @@ from dflow.distributed.transport.shared_memory import (
 )
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.codec import decode_array
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.lowering.values.alignment import ALIGNMENT_BYTES
 from dflow.tracing.errors import TransportClosed, WireError
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach

@@ -23,7 +23,7 @@ from dflow.distributed.transport.security.policy import SameMachine, Secured
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
 from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.distributed.wire.codec import encode_message
-from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Hello, Ok
+from dflow.distributed.wire.messages.basic import PROTOCOL_VERSION, Hello, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.wire.messages.transfers import Values

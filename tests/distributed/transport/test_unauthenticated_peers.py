@@ -17,7 +17,7 @@ from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
 from dflow.distributed.wire.codec import encode_message
-from dflow.distributed.wire.messages.connection import Hello, Ok
+from dflow.distributed.wire.messages.basic import Hello, Ok
 from dflow.tracing.errors import DeadlineExceeded, SecurityError
 from tests.distributed.transports import DEADLINE_S, Recorder, certificates, echo, own_address, reach
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflow.distributed.transport.buffer_pool import RECEIVED
 from dflow.distributed.wire import codec
-from dflow.distributed.wire.messages.connection import ArrayInfo, Failure, Hello
+from dflow.distributed.wire.messages.basic import ArrayInfo, Failure, Hello
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll
 from dflow.distributed.wire.messages.plans import RegisterPlan

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dflow.distributed.wire import large_message
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.large_message import LARGE_ROSTER, RosterPacker, pack, unpack
-from dflow.distributed.wire.messages.connection import Ok, Packed
+from dflow.distributed.wire.messages.basic import Ok, Packed
 from dflow.distributed.wire.messages.message import Mark
 from dflow.distributed.wire.messages.roster import PackedRoster, Roster, RosterChange, TaskInfo
 from dflow.tracing.devices.task_name import task_name

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from dflow.distributed.wire.codec import MESSAGES
-from dflow.distributed.wire.messages.connection import Failure, Hello, Packed
+from dflow.distributed.wire.messages.basic import Failure, Hello, Packed
 from dflow.distributed.wire.messages.message import Marked, Message, Notice, Request
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan, Wanted
 from dflow.distributed.wire.messages.roster import PackedRoster
