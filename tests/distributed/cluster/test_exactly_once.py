@@ -191,7 +191,7 @@ def test_a_step_that_waits_for_room_in_a_queue_does_not_hold_up_a_return(tasks: 
         for number in itertools.count():
             if number == 5:
                 # The actor waits for room, and this worker for the return.
-                until(lambda: any(run.is_blocked for run, *_ in [*tasks.ps[0].server.runs._runs.values()]))
+                until(lambda: any(part.run.is_blocked for part in [*tasks.ps[0].server.runs._parts.values()]))
                 tasks.start_again(1)
             yield jnp.int32(number)
 
