@@ -1,6 +1,6 @@
-"""What the role of a task is made of: its parts, in the order in which they hear of deaths and of the task's end.
+"""The parts of a task, which hear of deaths and of the end of the task in this order.
 
-It imports JAX, for which the coordinator's process, whose role is in `coordinator_role.py`, has no time.
+It imports JAX. `coordinator_role.py` does not: the coordinator starts in half the time without it.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class Function(Generic[P, R]):
         if jit_disabled():
             return cast(R, call_eagerly(self.fn, self._static, args, kwargs))
         if inlines_calls() and is_tracing():
-            # The function's ops become part of the running trace, instead of a call with a trace of its own.
+            # The function's ops become part of the running trace, instead of a call with a separate trace.
             with jax.named_scope(self._planner.shared.log.name):
                 return cast(R, call_on_arrays(self.fn, self._static, args, kwargs))
         args, kwargs = self._with_handles(args, kwargs)

@@ -166,7 +166,7 @@ def largest_first(variables: Sequence[VariableInfo]) -> list[VariableInfo]:
 
 
 def type_text(info: VariableInfo) -> str:
-    """Return the short form of a variable's type, such as `f32[3,3,1,16]`; that of a queue is told as it is."""
+    """Return the short form of a variable's type, such as `f32[3,3,1,16]`; that of a queue is not shortened."""
     if info.kind != "variable":
         return info.dtype
     word = info.dtype.rstrip("0123456789")

@@ -122,7 +122,7 @@ class ShardVocabulary(VariableHooks):
         )
 
     def begin_update(self, update: Any, found: Sequence[ShardRows] | None) -> Any:
-        """Begin an update of the shard's rows; return a mask of those that still have the ids of the gradients.
+        """Begin an update of the shard's rows; return a mask of the rows that still have the ids of the gradients.
 
         In a synchronous step, none of the ids seen until now can have lost its row.
         """

@@ -1,7 +1,7 @@
 """The coordinator as a state machine: events in, commands out, no clock, no sockets, no threads.
 
-It takes members in and routes messages to the parts of the subjects (`coordinator_part`), which decide, and tells all
-parts of what happens to the members.
+It takes members in, and routes messages to the parts of the subjects (`coordinator_part`), which decide. All parts hear
+of members that join and leave.
 
 Invariants:
 - every Asked is answered by exactly one Reply, immediately, or after a later event for a claim of steps or a barrier;

@@ -133,7 +133,7 @@ class Recovery(CoordinatorPart):
         return resumed(rows, newest_snapshot(rows), parts)
 
     def on_start(self, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Say from which snapshot the cluster goes on, if from one."""
+        """Log the snapshot that the cluster goes on from, if there is one."""
         if not self._counted.is_resuming:
             return []
         if core.jobs:

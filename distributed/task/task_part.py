@@ -16,7 +16,7 @@ from dflow.tracing.errors import DflowError
 
 
 class TaskPart:
-    """The base of the parts of a task: each method does nothing, and a part overrides those that it needs.
+    """The base of the parts of a task: each method does nothing, and a part overrides the methods that it needs.
 
     They are called for one part after the other, in the order of the task's list.
     """

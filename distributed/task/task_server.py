@@ -127,7 +127,7 @@ MakePart: TypeAlias = "Callable[[TaskServer], TaskPart]"
 class TaskServer:
     """The task `name`, which listens at `address` as soon as it is constructed.
 
-    parts            make its parts, in the order in which they are called
+    parts            make its parts; they are called in this order
     process          identity of this process; state that the coordinator placed on another one is not created here
     threads, clock   executor for its work and clock of its timeouts, instead of threads of the task
     flights          writes its events to a file when a wait lasted too long, or on request
@@ -136,7 +136,7 @@ class TaskServer:
     raises           what `Transport.listen` raises
     """
 
-    #: The handlers of its own messages; see `TaskPart`, whose tables have the others.
+    #: The handlers of the messages that no part handles; see `TaskPart`.
     requests: ClassVar[RequestTable[TaskServer]] = RequestTable()
     notices: ClassVar[HandlerTable[TaskServer, Arrival, None]] = HandlerTable()
 

@@ -13,7 +13,7 @@ from dflow.tracing.rows.lookups import RowsFound
 
 
 class VariableHooks:
-    """The hooks of an ordinary variable, which add nothing; a kind overrides those that it needs.
+    """The hooks of an ordinary variable, which add nothing; a kind of variable overrides the hooks that it needs.
 
     `found` is what lookups of the variable found, in the form that the kind gives it.
     """
