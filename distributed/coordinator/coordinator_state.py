@@ -76,6 +76,8 @@ class CoordinatorState:
         parts: Sequence[type[CoordinatorPart]],
     ) -> None:
         self._jobs, self._settings, self._kinds = dict(jobs), settings or CoordinatorSettings(), tuple(parts)
+        self._may_be_lost = tuple(key for kind in parts for key in kind.may_be_lost)
+        self._tells = {message: key for kind in parts for message, key in kind.tells.items()}
         self._begin(rows or {})
         #: The records, and the joins of new processes, while it is open whether the processes of before have all ended.
         self._rows = dict(rows or {})
@@ -104,9 +106,7 @@ class CoordinatorState:
 
     def waits(self, command: Command, unwritten: Collection[str]) -> bool:
         """Whether a command waits until the records of these keys are written."""
-        may_be_lost = tuple(key for kind in self._kinds for key in kind.may_be_lost)
-        tells = {message: key for kind in self._kinds for message, key in kind.tells.items()}
-        return waits(command, unwritten, may_be_lost, tells)
+        return waits(command, unwritten, self._may_be_lost, self._tells)
 
     def handle(self, event: Event) -> list[Command]:
         """Apply the event and return the commands for the shell, in order."""
