@@ -18,9 +18,8 @@ from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tables.softmax import sampled_softmax_cross_entropy, softmax_cross_entropy
 from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
 from dflow.tables.wide_ids import WideIds, wide_ids
-from dflow.tracing.derivatives.autodiff import grad, hvp, jvp, value_and_grad, vjp
+from dflow.tracing.derivatives.autodiff import UnreadVariableWarning, grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.derivatives.loops import while_loop
-from dflow.tracing.derivatives.unread_variables import UnreadVariableWarning
 from dflow.tracing.errors import (
     AccumulatorError,
     CheckpointError,

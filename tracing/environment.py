@@ -9,22 +9,12 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 _PREFIX = "DFLOW_"
 #: Least similarity, from 0 to 1, of a misspelt name.
 _NEAR = 0.75
 #: Variables that Kubernetes sets in each pod for a Service called `dflow`.
 _OF_A_SERVICE = re.compile(r"DFLOW_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d\w*)")
-
-
-class EnvironmentVariable(NamedTuple):
-    """An environment variable of dflow. `default` describes its value if it is not set or empty."""
-
-    name: str
-    legal: str
-    default: str
-    meaning: str
 
 
 _TABLE = """
@@ -49,16 +39,17 @@ DFLOW_TLS_CA | a file | none | the authority that signs all certificates, in PEM
 DFLOW_METRICS_PORT | port or host:port; 0 for a free port | none | serve metrics for Prometheus there
 DFLOW_LIFELINE_FD | a file descriptor | none | set by `dflow launch`: the process ends with its launcher
 """
-#: By name.
-VARIABLES: Mapping[str, EnvironmentVariable] = {
-    variable.name: variable
-    for variable in (EnvironmentVariable(*line.split(" | ")) for line in _TABLE.strip().splitlines())
+#: By name: the legal values, the value if it is not set or empty, and the meaning, each as a text.
+VARIABLES: Mapping[str, list[str]] = {
+    name: texts for name, *texts in (line.split(" | ") for line in _TABLE.strip().splitlines())
 }
 
 
 def read(name: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return the text of a declared variable; empty if it is not set."""
-    return environment.get(VARIABLES[name].name, "")
+    if name not in VARIABLES:
+        raise KeyError(name)
+    return environment.get(name, "")
 
 
 def misspelt(environment: Mapping[str, str]) -> dict[str, str]:

@@ -312,25 +312,22 @@ def current_trace() -> Any:
     return jax_core.trace_ctx.trace
 
 
-class LivingTraces:
+#: Number of references to the class of traces that are not of a trace.
+_others = [0]
+
+
+def living_traces() -> list[weakref.ref[Any]]:
     """The living traces of functions: running traces, and ended traces one of whose values is still referenced.
 
     A trace holds a reference to its class, so the reference count of the class shows without a search if none lives.
     """
-
-    _cls = jax_partial_eval.DynamicJaxprTrace
-
-    def __init__(self) -> None:
-        self._others = 0
-
-    def found(self) -> list[weakref.ref[Any]]:
-        """The traces that are alive."""
-        references = sys.getrefcount(self._cls)
-        if references == self._others:
-            return []
-        found = [weakref.ref(holder) for holder in gc.get_referrers(self._cls) if type(holder) is self._cls]
-        self._others = references - len(found)
-        return found
+    cls = jax_partial_eval.DynamicJaxprTrace
+    references = sys.getrefcount(cls)
+    if references == _others[0]:
+        return []
+    found = [weakref.ref(holder) for holder in gc.get_referrers(cls) if type(holder) is cls]
+    _others[0] = references - len(found)
+    return found
 
 
 def source_of_trace(trace: Any) -> str:

@@ -28,16 +28,9 @@ def note_gradient(gradient: Any, variable: str) -> None:
 
 def variable_read(value: Any) -> str | None:
     """The name of the variable that this value was read from; None for another value, and for one computed of it."""
-    return _name(_values, value)
+    return _values.get(value)
 
 
 def variable_differentiated(gradient: Any) -> str | None:
     """The name of the variable that this is a gradient of; None for other values, also computed from a gradient."""
-    return _name(_gradients, gradient)
-
-
-def _name(names: WeakDict[Any, str], value: Any) -> str | None:
-    try:
-        return names.get(value)
-    except TypeError:
-        return None
+    return _gradients.get(gradient)

@@ -9,35 +9,34 @@ from __future__ import annotations
 
 import gc
 import threading
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 #: Objects made, less those freed, between two collections of the youngest: bounds the memory that garbage takes.
 YOUNG_OBJECTS = 100_000
 
-
-class _RareCollections(ContextDecorator):
-    """The collector's thresholds, raised while threads are inside."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = self._during = gc.get_threshold()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._before = gc.get_threshold()
-                if 0 < self._before[0] < YOUNG_OBJECTS:
-                    gc.set_threshold(YOUNG_OBJECTS)
-                self._during = gc.get_threshold()
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0 and gc.get_threshold() == self._during:
-                gc.set_threshold(*self._before)
+_Thresholds = tuple[int, int, int]
+_lock = threading.Lock()
+#: The thresholds before the first thread came, once for each thread inside.
+_before: list[_Thresholds] = []
 
 
-#: Collects garbage once in `YOUNG_OBJECTS` objects while inside; a collector that is off or rarer stays as it is.
-rare_collections = _RareCollections()
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage once in `YOUNG_OBJECTS` objects while inside; a collector that is off or rarer stays as it is."""
+    with _lock:
+        before = _before[0] if _before else gc.get_threshold()
+        _before.append(before)
+        if len(_before) == 1:
+            gc.set_threshold(*_raised(before))
+    try:
+        yield
+    finally:
+        with _lock:
+            _before.pop()
+            if not _before and gc.get_threshold() == _raised(before):
+                gc.set_threshold(*before)
+
+
+def _raised(before: _Thresholds) -> _Thresholds:
+    return (YOUNG_OBJECTS, *before[1:]) if 0 < before[0] < YOUNG_OBJECTS else before

@@ -173,7 +173,7 @@ class Planner:
             with preparing(self.shared.log.name), self.shared.one_thread():
                 plan = self.shared.plans.get(key)
                 if plan is UNKNOWN:
-                    with rare_collections:
+                    with rare_collections():
                         plan = self._first_call(args, kwargs, leaves)
                     self.shared.plans.put(key, plan, resources_in((args, kwargs)))
         if plan is not None:

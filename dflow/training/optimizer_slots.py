@@ -43,7 +43,7 @@ class OptimizerSlots:
     is_named  whether the user gave it
     """
 
-    @rare_collections
+    @rare_collections()
     def __init__(
         self, transformation: optax.GradientTransformation, parameters: Any, name: str, is_named: bool
     ) -> None:

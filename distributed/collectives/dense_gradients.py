@@ -30,7 +30,7 @@ from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.state.context import default_home, home
 from dflow.tracing.state.resources import Variable, is_variable
 from dflow.tracing.syntax.listing import listing
-from dflow.tracing.weak_by_identity import WeakSet
+from dflow.tracing.weak_by_identity import WeakDict
 
 _serials = itertools.count()
 #: Shape and dtype of each array, and the structure of all.
@@ -75,7 +75,7 @@ class DenseGradients:
         self.name = f"dense gradients {next(_serials)}"
         self._kept: WeakKeyDictionary[GivenOptimizer, dict[_Key, KeptGradients]] = WeakKeyDictionary()
         #: The variables that all processes have copies of.
-        self.copies: WeakSet[Variable] = WeakSet()
+        self.copies: WeakDict[Variable, None] = WeakDict()
         #: Computes the means, on the processes' first devices.
         self._mean_program: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None
 

@@ -29,7 +29,7 @@ from dflow.tracing.number_range import check_numbers
 from dflow.tracing.path_names import leaf_names
 from dflow.tracing.state.context import spreading
 from dflow.tracing.state.resources import Variable, is_variable
-from dflow.tracing.weak_by_identity import WeakSet
+from dflow.tracing.weak_by_identity import WeakDict
 
 
 class ProcessMesh:
@@ -97,7 +97,7 @@ class ProcessMesh:
         return _compared(group, store, self.sharding_of)
 
     def copies(
-        self, group: ProcessGroup | None, store: Store, known: WeakSet[Variable]
+        self, group: ProcessGroup | None, store: Store, known: WeakDict[Variable, None]
     ) -> AbstractContextManager[None]:
         """Compare the variables made inside with the copies of the other processes, and add them to those known."""
 
@@ -109,7 +109,7 @@ class ProcessMesh:
                     "leave it out, or train by AllReduce",
                     at=variable.loc,
                 )
-            known.add(variable)
+            known[variable] = None
             return variable.sharding
 
         return _compared(group, store, keep)

@@ -115,7 +115,7 @@ def pure_program(
     variables = sorted({*reads, *written}, key=lambda variable: int(variable.serial))
     _refuse_ops(name, jaxpr, {variable.device for variable in variables if is_on_task(variable.device)})
     _refuse_variables(name, variables)
-    checks = id_checks(jaxpr)
+    checks = id_checks(jaxpr.eqns)
     return PureProgram(name, jaxpr, consts, constants, variables, written, arguments, types, result, checks)
 
 

@@ -27,8 +27,8 @@ def usual_thresholds() -> Iterator[None]:
 
 
 def test_thresholds_are_put_back_by_the_last_to_leave_also_after_an_error() -> None:
-    with rare_collections:
-        with pytest.raises(ZeroDivisionError), rare_collections:
+    with rare_collections():
+        with pytest.raises(ZeroDivisionError), rare_collections():
             assert gc.get_threshold()[0] / 0
         assert gc.get_threshold()[0] == YOUNG_OBJECTS
     assert gc.get_threshold() == USUAL
@@ -37,8 +37,8 @@ def test_thresholds_are_put_back_by_the_last_to_leave_also_after_an_error() -> N
 def test_threads_share_the_thresholds() -> None:
     with ExitStack() as here, ThreadPoolExecutor(1) as other:
         there = ExitStack()
-        here.enter_context(rare_collections)
-        other.submit(there.enter_context, rare_collections).result()
+        here.enter_context(rare_collections())
+        other.submit(there.enter_context, rare_collections()).result()
         here.close()
         assert gc.get_threshold()[0] == YOUNG_OBJECTS
         other.submit(there.close).result()
@@ -48,13 +48,13 @@ def test_threads_share_the_thresholds() -> None:
 @pytest.mark.parametrize("own", [(0, 10, 10), (2 * YOUNG_OBJECTS, 5, 5)])
 def test_a_collector_that_is_off_or_rarer_stays_so(own: tuple[int, int, int]) -> None:
     gc.set_threshold(*own)
-    with rare_collections:
+    with rare_collections():
         assert gc.get_threshold() == own
     assert gc.get_threshold() == own
 
 
 def test_what_the_user_sets_inside_stays() -> None:
-    with rare_collections:
+    with rare_collections():
         gc.set_threshold(50, 4, 3)
     assert gc.get_threshold() == (50, 4, 3)
 

@@ -23,20 +23,23 @@ from dflow.tracing.derivatives.early_lookups import lookup_sites
 from dflow.tracing.derivatives.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.derivatives.one_device import on_one_device
 from dflow.tracing.derivatives.uncalled import Derivative
-from dflow.tracing.derivatives.unread_variables import warn_of_unread
 from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.ir.types import array_type_of
-from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
+from dflow.tracing.jax_frontend import accesses, hides_frames, is_tracing, make_jaxpr, only_added
 from dflow.tracing.names_of_values import note_gradient
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.id_checks import awaits_checks
 from dflow.tracing.rows.lookups import RowsFound, TappedLookups, rows_found
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.rows.rows_to_dense import rows_to_dense
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import at, caller, warn_at
 from dflow.tracing.state.resources import Variable, is_variable, name, read
 from dflow.tracing.state.variable_trees import handles
+
+
+class UnreadVariableWarning(UserWarning):
+    """Warns that a gradient is zero because the function does not read the variable."""
 
 
 @suggests_keywords
@@ -85,7 +88,7 @@ def _value_and_grad(
             wrt.leaves,
             by_rows=True,
         )
-        warn_of_unread(function, wrt.variables, pure.effects)
+        _warn_of_unread(function, wrt.variables, pure.effects)
         (value, aux), gradients = pure.value_and_grad(rows)
         gradient = wrt.gradient(*gradients)
         return ((value, aux), gradient) if has_aux else (value, gradient)
@@ -305,6 +308,21 @@ class _Pure:
         flat = evaluate(self._jaxpr, self._consts, leaves, state)
         count = self.tree.num_leaves
         return flat[:count], flat[count:], state.of(self.border.writes), lookups.indices
+
+
+def _warn_of_unread(function: str, variables: Sequence[Any], effects: Any) -> None:
+    """Warn, at the user's line, if a function with these effects reads some of the variables nowhere."""
+    read = set(accesses(effects)[0]).difference(only_added(effects))
+    unread = [variable.name for variable in variables if variable not in read]
+    if not unread:
+        return
+    names = ", ".join(map(repr, unread[:5])) + (", ..." if len(unread) > 5 else "")
+    line = caller()
+    text = (
+        f"{function} differentiates by {len(unread)} variables that the function never reads, {names}: their gradients "
+        f"are zero{at(line)}\n  read them in the function, or leave them out of the variables"
+    )
+    warn_at(line, text, UnreadVariableWarning)
 
 
 def _advise(error: ValueError) -> None:

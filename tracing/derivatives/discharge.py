@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.tracing.derivatives.custom_derivatives import CustomCall
-from dflow.tracing.derivatives.recorded_checks import IdCheck, id_checks_inside
+from dflow.tracing.derivatives.recorded_checks import IdCheck, id_checks
 from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.row_marks import marked
 from dflow.tracing.ir.updates import KINDS, looked_up, updated
@@ -96,7 +96,7 @@ class State(dict[Any, Any]):
         """The checks of ids inside an equation that are recorded here."""
         if not self._checks or equation.primitive.name not in _RULES or equation.primitive.name == "shard_map":
             return []
-        return [check for check in id_checks_inside(equation) if check in self._checks]
+        return [check for check in id_checks([equation]) if check in self._checks]
 
     def of(self, variables: Iterable[Any]) -> list[Any]:
         """The values of these variables, in order."""
@@ -235,27 +235,23 @@ _Given = Sequence[Found] | None
 _Looked = tuple[list[Any], list[Any], list[Any]]
 
 
-class _Body:
-    """A body that touches variables, as a pure function of their values.
+def _body(closed: Any, state: State, written: list[Any]) -> Callable[..., _Looked]:
+    """A body that touches variables, as a pure function of the values of those that are `written`.
 
-    `written` variables are passed in and out; the others are read from the state around it.
+    The others are read from the state around it.
     """
+    jaxpr, consts = closed_parts(closed)
+    tables = state.lookups.tables
+    passed = {*written, *tables}
+    fixed = {variable: state[variable] for variable in accesses(jaxpr.effects)[0] if variable not in passed}
 
-    def __init__(self, closed: Any, state: State, written: list[Any]) -> None:
-        self._jaxpr, self._consts = closed_parts(closed)
-        reads, _ = accesses(self._jaxpr.effects)
-        self._tables = state.lookups.tables
-        passed = {*written, *self._tables}
-        self._fixed = {v: state[v] for v in reads if v not in passed}
-        self._written = written
-        self._within = state.within
+    def run(operands: Sequence[Any], values: Sequence[Any], found: _Given = ()) -> _Looked:
+        lookups = BodyLookups(tables, found)
+        inner = state.within({**fixed, **dict(zip(written, values, strict=True))}, lookups)
+        results = evaluate(jaxpr, consts, operands, inner)
+        return results, inner.of(written), lookups.places
 
-    def __call__(self, operands: Sequence[Any], values: Sequence[Any], found: _Given = ()) -> _Looked:
-        """Run the body. `values` are those of the variables it writes, `found` the results of its lookups."""
-        lookups = BodyLookups(self._tables, found)
-        inner = self._within({**self._fixed, **dict(zip(self._written, values, strict=True))}, lookups)
-        results = evaluate(self._jaxpr, self._consts, operands, inner)
-        return results, inner.of(self._written), lookups.places
+    return run
 
 
 def without_tables(operands: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
@@ -272,7 +268,7 @@ def _scan(params: Mapping[str, Any], operands: list[Any], state: State, written:
     consts_count, carry_count = scan_counts(params)
     consts, rest = operands[:consts_count], operands[consts_count:]
     init, xs = rest[:carry_count], rest[carry_count:]
-    body = _Body(params["jaxpr"], state, written)
+    body = _body(params["jaxpr"], state, written)
 
     def step(carry: Any, x: Any) -> Any:
         results, values, places = body([*consts, *carry[0], *x[0]], carry[1], x[1])
@@ -286,7 +282,7 @@ def _scan(params: Mapping[str, Any], operands: list[Any], state: State, written:
 def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written: list[Any], found: _Given) -> _Looked:
     index, *rest = operands
     arrays, all_of = without_tables(rest)
-    bodies = [_Body(branch, state, written) for branch in params["branches"]]
+    bodies = [_body(branch, state, written) for branch in params["branches"]]
     by_branch = [sites_of(closed_parts(branch)[0], rest, state.lookups.tables) for branch in params["branches"]]
     ends, sites = [0, *itertools.accumulate(map(len, by_branch))], [*itertools.chain(*by_branch)]
 
@@ -315,7 +311,7 @@ def _first_places(sites: Iterable[Site]) -> list[Any]:
 
 def _remat(params: Mapping[str, Any], operands: list[Any], state: State, written: list[Any], found: _Given) -> _Looked:
     arrays, all_of = without_tables(operands)
-    body = _Body(params["jaxpr"], state, written)
+    body = _body(params["jaxpr"], state, written)
 
     def run(arrays: list[Any], values: list[Any], found: list[Found] | None) -> Any:
         return body(all_of(arrays), values, found)
@@ -331,8 +327,8 @@ def _while(equation: Equation, operands: list[Any], state: State) -> list[Any]:
     body_end = cond_end + params["body_nconsts"]
     cond_consts, body_consts, init = operands[:cond_end], operands[cond_end:body_end], operands[body_end:]
     refuse_writes(accesses(closed_parts(params["cond_jaxpr"])[0].effects)[1])
-    test = _Body(params["cond_jaxpr"], state, written)
-    body = _Body(params["body_jaxpr"], state, written)
+    test = _body(params["cond_jaxpr"], state, written)
+    body = _body(params["body_jaxpr"], state, written)
 
     def live(carry: Any) -> Any:
         return test([*cond_consts, *carry[0]], carry[1])[0][0]

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dflow.tracing.derivatives.discharge import State, run_bodies, without_tables
 from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, equations_within, live_part, make_jaxpr, origin_of
-from dflow.tracing.rows.lookups import BodyLookups, BodyUse, Search, Site, Table, later_p
+from dflow.tracing.rows.lookups import BodyLookups, Search, Site, Table, later_p
 from dflow.tracing.rows.rows_to_dense import LARGE_BYTES, LARGE_RATIO, DenseGradientWarning
 from dflow.tracing.source import at
 
@@ -31,7 +31,7 @@ def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
     search.walk(jaxpr, {})
     wanted = {variable for variable in variables if variable.type.sharding is None}
     tables = wanted.intersection(site.variable for site in search.sites) - search.used_whole - search.inside.keys()
-    late = {table: use.equation for use in search.bodies for table in _late_in(use, tables)}
+    late = {table: body[0] for body in search.bodies for table in _late_in(*body, tables)}
     for variable in variables:
         if variable in wanted and variable not in search.used_whole and variable in (inside := search.inside | late):
             _warn_of_lookups_inside(variable, inside[variable])
@@ -48,21 +48,23 @@ def _looked_up_often(search: Search, tables: Collection[Any]) -> dict[Any, int]:
 
     Lookups in all branches of a `cond` count, since they all run before it, whichever branch runs.
     """
-    inside = {site.variable for use in search.bodies for site in use.sites if site.variable in tables}
+    inside = {site.variable for _, _, sites in search.bodies for site in sites if site.variable in tables}
     found = {
         table: sum(math.prod(site.places.shape) for site in search.sites if site.variable is table) for table in inside
     }
     return {table: count for table, count in found.items() if count >= table.shape[0]}
 
 
-def _late_in(use: BodyUse, tables: Collection[Any]) -> set[Any]:
-    """The tables with a lookup in the bodies of an equation whose places cannot be computed before it."""
-    equation, sites = use.equation, [site for site in use.sites if site.variable in tables]
+def _late_in(
+    equation: Equation, operands: Mapping[int, Any], sites: Sequence[Site], tables: Collection[Any]
+) -> set[Any]:
+    """The tables with a lookup in the bodies of an equation, of `Search.bodies`, whose places need the equation."""
+    sites = [site for site in sites if site.variable in tables]
     if not sites:
         return set()
     read = [variable for variable in {v: 0 for vs in accesses(equation.effects) for v in vs} if variable not in tables]
     # A table that is no candidate is an array like any other.
-    held = {number: Table(variable) for number, variable in use.tables.items() if variable in tables}
+    held = {number: Table(variable) for number, variable in operands.items() if variable in tables}
     arrays, all_of = without_tables([held.get(number, atom.aval) for number, atom in enumerate(equation.invars)])
 
     def places(values: list[Any], arrays: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from dflow.tracing.jax_frontend import Equation, Jaxpr, inner_parts
+from dflow.tracing.jax_frontend import Equation, inner_parts
 from dflow.tracing.primitives.id_checks import check_ids_p
 
 
@@ -43,19 +43,12 @@ class IdCheck:
         return jnp.where(before != 0, before, outside.astype(self.dtype))
 
 
-def id_checks(jaxpr: Jaxpr) -> list[IdCheck]:
-    """Return the checks of a program and of those inside it, each once, in order."""
-    return list(dict.fromkeys(_checks(jaxpr.eqns)))
-
-
-def id_checks_inside(equation: Equation) -> list[IdCheck]:
-    """Return the checks that an equation makes, each once, in order."""
-    return list(dict.fromkeys(_checks([equation])))
-
-
-def _checks(equations: Iterable[Equation]) -> Iterable[IdCheck]:
+def id_checks(equations: Iterable[Equation]) -> list[IdCheck]:
+    """Return the checks that equations and the programs inside them make, each once, in order."""
+    found: dict[IdCheck, None] = {}
     for equation in equations:
         if equation.primitive is check_ids_p:
-            yield IdCheck.of(equation)
+            found[IdCheck.of(equation)] = None
         for inner, _ in inner_parts(equation.params):
-            yield from _checks(inner.eqns)
+            found.update(dict.fromkeys(id_checks(inner.eqns)))
+    return list(found)

@@ -80,6 +80,9 @@ class ArrayType:
     def __str__(self) -> str:
         return f"{'~' if self.weak else ''}{dtype_name(self.dtype)}{sizes_text(self.shape, self.sharding)}"
 
+    # Structures of types in messages show them so.
+    __repr__ = __str__
+
     @property
     def size_bytes(self) -> int:
         """The size of the elements in bytes."""

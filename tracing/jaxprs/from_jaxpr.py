@@ -12,13 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.derivatives.border import Border
 from dflow.tracing.derivatives.discharge import State, apply
+from dflow.tracing.derivatives.recorded_checks import id_checks
 from dflow.tracing.devices.device import is_within_task
 from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import DeviceError, DflowError
@@ -140,14 +141,7 @@ def _is_over_tasks(equation: Equation, scopes: Iterable[str]) -> bool:
     if is_on_task(own) or not touches_state(equation.effects):
         return False
     tasks = _tasks_of_changes(_border(equation))
-    return len(tasks) > 1 or (bool(tasks) and _checks_ids(equation))
-
-
-def _checks_ids(equation: Equation) -> bool:
-    """Whether an op within an equation checks ids."""
-    return any(
-        inner.primitive is check_ids_p for jaxpr, _ in inner_parts(equation.params) for inner in equations_within(jaxpr)
-    )
+    return len(tasks) > 1 or (bool(tasks) and bool(id_checks([equation])))
 
 
 def handle_type(resource: Any) -> Type:
@@ -282,17 +276,15 @@ class _Builder:
                 f"use them before it or after it, or inside {', '.join(_CONTROL)}",
                 at=origin_of(equation).loc,
             )
-        control = _CONTROL[kind](equation.params, inputs)
-        parallel = origin_of(equation).parallel
-        attributes = dict(control.attributes)
-        if control.op in ops.LOOPS and parallel is not None:
+        op, attributes, types, parts = _CONTROL[kind](equation.params, inputs)
+        if op in ops.LOOPS and (parallel := origin_of(equation).parallel) is not None:
             attributes["parallel"] = parallel
         touched = _touched(equation.effects)
-        bodies, constants = _bodies_of(control, touched)
-        own, handed = inputs[: control.op.own_operands], inputs[control.op.own_operands :]
+        bodies, constants = _bodies_of(types, parts, touched)
+        own, handed = inputs[: op.own_operands], inputs[op.own_operands :]
         operands = (*own, *(self.refs[resource] for resource in touched), *map(self.captured, constants), *handed)
         outputs = self._results(names, equation)
-        return self._node(control.op, operands, outputs, attributes, origin, None, bodies)
+        return self._node(op, operands, outputs, attributes, origin, None, bodies)
 
     def _discharged(
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: EquationOrigin
@@ -365,22 +357,14 @@ class _Builder:
         return self._fresh(str(self._count))
 
 
-class _Control(NamedTuple):
-    """Control flow as an op.
-
-    `types`   types of the operands handed to the bodies
-    `bodies`  the jaxprs, each with the indices of those operands that it takes
-    """
-
-    op: OpDef
-    attributes: Mapping[str, Any]
-    types: Sequence[ArrayType]
-    bodies: Sequence[tuple[Any, Sequence[int]]]
+#: Control flow as an op: its attributes, the types of the operands handed to the bodies, and the bodies: jaxprs, each
+#: with the indices of those operands that it takes.
+_Control = tuple[OpDef, dict[str, Any], Sequence[ArrayType], Sequence[tuple[Any, Sequence[int]]]]
 
 
 def _cond(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
     types = [_array(operand) for operand in inputs[1:]]
-    return _Control(ops.ctrl_cond, {}, types, [(branch, range(len(types))) for branch in params["branches"]])
+    return ops.ctrl_cond, {}, types, [(branch, range(len(types))) for branch in params["branches"]]
 
 
 def _while(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
@@ -388,7 +372,7 @@ def _while(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
     body_end, end = test_end + params["body_nconsts"], len(inputs)
     test = (params["cond_jaxpr"], [*range(test_end), *range(body_end, end)])
     body = (params["body_jaxpr"], range(test_end, end))
-    return _Control(ops.ctrl_while, {"carry": end - body_end}, [_array(operand) for operand in inputs], [test, body])
+    return ops.ctrl_while, {"carry": end - body_end}, [_array(operand) for operand in inputs], [test, body]
 
 
 def _scan(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
@@ -401,9 +385,7 @@ def _scan(params: Mapping[str, Any], inputs: Sequence[Operand]) -> _Control:
     }
     types = [_array(operand) for operand in inputs]
     rows = [type_of_aval(taken.aval) for taken in closed_parts(params["jaxpr"])[0].invars[consts + carry :]]
-    return _Control(
-        ops.ctrl_scan, attributes, [*types[: consts + carry], *rows], [(params["jaxpr"], range(len(inputs)))]
-    )
+    return ops.ctrl_scan, attributes, [*types[: consts + carry], *rows], [(params["jaxpr"], range(len(inputs)))]
 
 
 #: Control flow that may hold ops that wait.
@@ -414,16 +396,18 @@ _CONTROL: Mapping[str, Callable[[Mapping[str, Any], Sequence[Operand]], _Control
 }
 
 
-def _bodies_of(control: _Control, touched: Sequence[Any]) -> tuple[tuple[Graph, ...], list[Any]]:
-    """Return the bodies as graphs, and the constants of all bodies.
+def _bodies_of(
+    types: Sequence[ArrayType], parts: Sequence[tuple[Any, Sequence[int]]], touched: Sequence[Any]
+) -> tuple[tuple[Graph, ...], list[Any]]:
+    """Return the bodies of a `_Control` as graphs, and the constants of all bodies.
 
     Every body has the same inputs: the resources touched, the constants of all bodies, and the operands handed on.
     """
-    builders = [_Builder(touched) for _ in control.bodies]
-    arguments = [[builder.argument("arg", type) for type in control.types] for builder in builders]
+    builders = [_Builder(touched) for _ in parts]
+    arguments = [[builder.argument("arg", type) for type in types] for builder in builders]
     outputs = [
         builder.inline(jaxpr, [*map(builder.captured, consts), *(taken[place] for place in places)])
-        for builder, taken, (closed, places) in zip(builders, arguments, control.bodies, strict=True)
+        for builder, taken, (closed, places) in zip(builders, arguments, parts, strict=True)
         for jaxpr, consts in [closed_parts(closed)]
     ]
     bodies = tuple(

@@ -11,14 +11,12 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from dflow.tracing.ir.types import ArrayType, array_type_of
-from dflow.tracing.jax_frontend import LivingTraces, line_of_tracer, source_of_trace, tracers_of
-from dflow.tracing.jaxprs.program_holders import only_programs_keep
+from dflow.tracing.jax_frontend import is_of_program, line_of_tracer, living_traces, source_of_trace, tracers_of
 from dflow.tracing.source import Loc, caller, warn_at
 
 
@@ -26,75 +24,58 @@ class LeakedTracerWarning(UserWarning):
     """A value of a traced function is referenced after the trace, where it is useless; the message names its holder."""
 
 
-@dataclass(frozen=True)
-class Leak:
-    """A kept value: its type, the user's line that made it, and what keeps it."""
-
-    type: ArrayType
-    made: Loc | None
-    holder: str
-
-
-class _Watches:
-    """The threads that watch for leaks, and the names of the functions that they traced, by source line.
-
-    Threads may trace the same function, and the values of an unfinished trace are no leak. So the last watch to end
-    looks for the leaks of all.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.threads: set[int] = set()
-        self.names: dict[str, str] = {}
-
-    def begin(self) -> None:
-        """Note that this thread starts watching."""
-        with self._lock:
-            self.threads.add(threading.get_ident())
-
-    def end(self) -> dict[str, str]:
-        """Note that this thread stops watching; return the functions to look at now."""
-        with self._lock:
-            self.threads.discard(threading.get_ident())
-            if self.threads:
-                return {}
-            names, self.names = self.names, {}
-            return names
-
-
-_watches = _Watches()
-_living = LivingTraces()
+#: The threads that watch for leaks, and the names of the functions that they traced, by source line. Threads may trace
+#: the same function, and the values of an unfinished trace are no leak. So the last watch to end looks for all leaks.
+_watching: set[int] = set()
+_names: dict[str, str] = {}
+_lock = threading.Lock()
 #: Most values of a trace that are named: what keeps each is searched for.
 _MOST = 8
 #: The traces already examined, so that a living trace is reported once.
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Most steps from a value to what keeps it; a longer way counts as the user's.
+_FARTHEST = 24
+_OURS = ("jax", "jaxlib", "dflow")
+#: Objects that refer to a value while it is looked at: they do not keep it, or are not the user's.
+_PASSING = (types.FrameType, map, *map(type, (iter([]), iter(()), iter({}))))
 
 
 def note_trace(source: str, name: str) -> None:
     """Record that this thread traced the function `name` at `source`, if the thread watches for leaks."""
-    if threading.get_ident() in _watches.threads:
-        _watches.names[source] = name
+    if threading.get_ident() in _watching:
+        _names[source] = name
 
 
 @contextmanager
 def watched_for_leaks() -> Iterator[None]:
     """Warn, after the block has ended without an error, of each value still referenced from a trace inside it."""
-    if threading.get_ident() in _watches.threads:
+    if threading.get_ident() in _watching:
         yield  # a value of an inner trace may be of use until the outermost has ended
         return
-    _watches.begin()
+    with _lock:
+        _watching.add(threading.get_ident())
     try:
         yield
     except BaseException:
-        _watches.end()
+        _end_watch()
         # An error that is kept, as a notebook keeps the last one, keeps the values of its trace: these are no leak.
-        _looked_at.update(filter(None, (trace() for trace in _living.found())))
+        _looked_at.update(filter(None, (trace() for trace in living_traces())))
         raise
-    if names := _watches.end():
-        for trace in _living.found():
+    if names := _end_watch():
+        for trace in living_traces():
             name = _name_of(trace(), names)
             if name is not None:
                 _warn_of_leaks(name, trace)
+
+
+def _end_watch() -> dict[str, str]:
+    """Note that this thread stops watching; return the functions to look at now."""
+    with _lock:
+        _watching.discard(threading.get_ident())
+        names = {} if _watching else dict(_names)
+        if not _watching:
+            _names.clear()
+        return names
 
 
 def _name_of(trace: Any, names: Mapping[str, str]) -> str | None:
@@ -106,17 +87,20 @@ def _name_of(trace: Any, names: Mapping[str, str]) -> str | None:
 
 
 def _warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
-    for leak in leaks(trace):
+    for type, made, holders in leaks(trace):
         text = (
-            f"a value of {name}, {leak.type}, is kept after its trace: {leak.holder}\n"
+            f"a value of {name}, {type}, is kept after its trace: {holders}\n"
             f"  it stood for an array while {name} was traced and holds no numbers\n"
             f"  return it from {name}, or keep it in a dflow.Variable"
         )
-        warn_at(leak.made or caller(), text, LeakedTracerWarning)
+        warn_at(made or caller(), text, LeakedTracerWarning)
 
 
-def leaks(trace: weakref.ref[Any]) -> list[Leak]:
-    """The first values of a trace, which has ended, that something other than garbage and JAX's programs keeps."""
+def leaks(trace: weakref.ref[Any]) -> list[tuple[ArrayType, Loc | None, str]]:
+    """The first values of an ended trace that something other than garbage and JAX's programs keeps.
+
+    Each is given by its type, the user's line that made it, and what keeps it.
+    """
     if not _has_values(trace):
         return []
     gc.collect()
@@ -130,7 +114,7 @@ def leaks(trace: weakref.ref[Any]) -> list[Leak]:
     if not every or only_programs_keep(every, lists):  # one search for all, since each takes 0.1 s
         return []
     leaked = (
-        Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(texts))
+        (array_type_of(tracer), line_of_tracer(tracer), " and ".join(texts))
         for tracer, holders, texts in found
         if holders and not only_programs_keep(holders, lists)
     )
@@ -192,3 +176,43 @@ def _sequence(holder: list[Any] | tuple[Any, ...], value: Any, holders: list[Any
         return None
     places = [place for place, each in enumerate(holder) if each is value]
     return f"as element {places[0]} of a {type(holder).__name__}" if places else None
+
+
+def only_programs_keep(holders: Sequence[Any], ignored: Collection[int]) -> bool:
+    """Whether all chains of references to the holders of a value begin in a program of JAX.
+
+    A function with a derivative rule (`jax.custom_jvp`, `jax.custom_vjp`) is part of the program that calls it, with
+    what the function and its rules close over. A value that is kept in this way alone is out of the user's reach.
+
+    ignored  the `id` of each list that the caller looks with
+
+    Each step looks through all objects of the process once. An object that nothing refers to is a running function's.
+    """
+    level, seen, lists = list(holders), {*map(id, holders)}, {id(holders), *ignored}
+    for _ in range(_FARTHEST):
+        found = [
+            one
+            for one in gc.get_referrers(*level)
+            if one is not level and id(one) not in lists and not isinstance(one, _PASSING)
+        ]
+        referred = {id(one) for holder in found for one in gc.get_referents(holder)}
+        is_of_user = any(isinstance(one, (types.ModuleType, type)) and not _is_ours(one) for one in found)
+        if is_of_user or not referred.issuperset(map(id, level)):
+            return False
+        level = [one for one in found if id(one) not in seen and not _is_end(one)]
+        del found  # which would be among the referrers
+        seen.update(map(id, level))
+        if not level:
+            return True
+    return False
+
+
+def _is_end(holder: Any) -> bool:
+    if isinstance(holder, (types.ModuleType, type)):
+        return True
+    return is_of_program(holder) or (isinstance(holder, types.FunctionType) and _is_ours(holder))
+
+
+def _is_ours(holder: Any) -> bool:
+    name = holder.__name__ if isinstance(holder, types.ModuleType) else holder.__module__
+    return str(name).split(".")[0] in _OURS

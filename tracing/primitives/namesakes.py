@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from dflow.tracing.source import Loc, at, warn_at
-from dflow.tracing.weak_by_identity import WeakDict, WeakSet
+from dflow.tracing.weak_by_identity import WeakDict
 
 
 class DuplicateNameWarning(UserWarning):
@@ -23,11 +23,11 @@ class DuplicateNameWarning(UserWarning):
 
 
 #: The living resources of a kind and a name in a home. Each keeps its group alive.
-_groups: WeakValueDictionary[tuple[str, str, Any], WeakSet[Any]] = WeakValueDictionary()
+_groups: WeakValueDictionary[tuple[str, str, Any], WeakDict[Any, None]] = WeakValueDictionary()
 #: Resources that were warned of.
-_warned: WeakSet[Any] = WeakSet()
+_warned: WeakDict[Any, None] = WeakDict()
 #: The compiled steps that use a resource.
-_steps: WeakDict[Any, WeakSet[StepResources]] = WeakDict()
+_steps: WeakDict[Any, WeakDict[StepResources, None]] = WeakDict()
 #: Entered again where the collector runs a user's `__del__` inside.
 _lock = threading.RLock()
 
@@ -40,12 +40,13 @@ class StepResources:
     """
 
     def __init__(self, resources: Iterable[Any]) -> None:
-        self._resources = WeakSet(resources)
+        self._resources: WeakDict[Any, None] = WeakDict()
         self.has_namesakes = False
         self.on_namesake: Callable[[], None] = lambda: None
         with _lock:
-            for resource in self._resources:
-                _steps.setdefault(resource, WeakSet()).add(self)
+            for resource in resources:
+                self._resources[resource] = None
+                _steps.setdefault(resource, WeakDict())[self] = None
 
     def warn(self) -> None:
         """Warn as `warn_of_namesakes` does."""
@@ -53,12 +54,12 @@ class StepResources:
         warn_of_namesakes([*self._resources])
 
 
-def joined_namesakes(resource: Any) -> WeakSet[Any]:
+def joined_namesakes(resource: Any) -> WeakDict[Any, None]:
     """Return the living resources of this one's kind, name and home, and add it to them."""
     with _lock:
-        group = _groups.setdefault((resource.kind, resource.name, resource.home), WeakSet())
+        group = _groups.setdefault((resource.kind, resource.name, resource.home), WeakDict())
         steps = {step for earlier in group for step in _steps.get(earlier, ())}
-        group.add(resource)
+        group[resource] = None
     for step in steps:
         step.has_namesakes = True
         step.on_namesake()
@@ -69,8 +70,8 @@ def use_beside_namesakes(resources: Iterable[Any]) -> None:
     """Exempt resources from warnings about namesakes, because they are copies: variables of a loaded model, say."""
     for resource in resources:
         with _lock:
-            resource.namesakes.discard(resource)
-        resource.namesakes = WeakSet()
+            resource.namesakes.pop(resource, None)
+        resource.namesakes = WeakDict()
 
 
 def warn_of_namesakes(used: Iterable[Any]) -> None:
@@ -90,7 +91,7 @@ def _later(resource: Any) -> Any:
             return None
         later = [each for each in resource.namesakes if each.serial > resource.serial and each.is_named]
         if later:
-            _warned.add(resource)
+            _warned[resource] = None
     return min(later, key=lambda each: each.serial, default=None)
 
 

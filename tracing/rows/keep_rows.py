@@ -120,12 +120,19 @@ class _Frame:
 
 
 class _Pass:
-    """One run over a program and the functions it calls; bodies of loops and branches have runs of their own."""
+    """One run over a program and the functions it calls; bodies of loops and branches have runs of their own.
 
-    def __init__(self, counts: frozenset[int], note: Callable[[list[Any]], None] = lambda rows: None) -> None:
-        #: The numbers of rows that gradients have; only values with as many are followed.
-        self._counts = counts
-        self._note = note
+    `counts`      the numbers of rows that gradients have; only values with as many are followed
+    `rows_alone`  whether NotOfRowsError is raised where a value would have to be made dense
+    """
+
+    def __init__(
+        self,
+        counts: frozenset[int],
+        note: Callable[[list[Any]], None] = lambda rows: None,
+        rows_alone: bool = False,
+    ) -> None:
+        self._counts, self._note, self._rows_alone = counts, note, rows_alone
         self._frames: list[_Frame] = []
         self._writes: dict[Any, int] = {}
         #: Number of ops after which another program may have written any variable.
@@ -236,7 +243,7 @@ class _Pass:
         if equation.effects or not any(isinstance(operand, Rowwise) for operand in operands):
             return None
         with origin_of(equation).restored():
-            return branched(equation, operands, lambda *branch: _RowsAlone(self._counts).run(*branch))
+            return branched(equation, operands, lambda *branch: _Pass(self._counts, rows_alone=True).run(*branch))
 
     def _scan(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """A scan that sums gradients of lookups: each iteration returns the rows that it adds to a sum."""
@@ -305,21 +312,14 @@ class _Pass:
         """Return a value as an array. `taker` is the equation that uses it; None for a result of the program."""
         if not isinstance(value, Rowwise):
             return value
+        if self._rows_alone:
+            raise NotOfRowsError
         for part in operands_first(value, _not_dense):
             operands = [each.dense if isinstance(each, Rowwise) else each for each in part.operands]
             if part.equation.primitive is rows_to_dense_p:
                 _warn_of_size(part, taker)
             [part.dense] = bind(part.equation.primitive, part.equation.params, operands, origin_of(part.equation))
         return value.dense
-
-
-class _RowsAlone(_Pass):
-    """A run over a branch. It raises NotOfRowsError where a value would have to be made dense."""
-
-    def dense(self, value: Any, taker: Equation | None = None) -> Any:
-        if isinstance(value, Rowwise):
-            raise NotOfRowsError
-        return value
 
 
 def _not_dense(value: Rowwise) -> list[Rowwise] | None:

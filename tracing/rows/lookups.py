@@ -73,19 +73,6 @@ class Site:
     once: bool = False
 
 
-@dataclass(frozen=True)
-class BodyUse:
-    """An equation with lookups in its bodies.
-
-    `tables`  by number of an operand: the variable whose value it is
-    `sites`   the lookups, of all iterations
-    """
-
-    equation: Equation
-    tables: Mapping[int, Any]
-    sites: Sequence[Site]
-
-
 class Search:
     """Finds the lookups in a program, in the order it runs them, and the variables that it uses in other ways."""
 
@@ -94,8 +81,9 @@ class Search:
         self.used_whole: set[Any] = set()
         #: Variables that the body of an equation only looks rows up in, but where that cannot be done before it.
         self.inside: dict[Any, Equation] = {}
-        #: The equations of the program, and of functions it calls, that have lookups in their bodies.
-        self.bodies: list[BodyUse] = []
+        #: The equations of the program, and of functions it calls, that have lookups in their bodies. Each with the
+        #: variables whose values are operands, by number of the operand, and with the lookups of all iterations.
+        self.bodies: list[tuple[Equation, Mapping[int, Any], Sequence[Site]]] = []
         #: Number of rows of each variable that a run looks up at least, whichever branches it takes.
         self.least: Counter[Any] = Counter()
         #: The first `cond` that looks rows of a variable up.
@@ -146,7 +134,7 @@ class Search:
             held = {number: tables[atom] for number, atom in reads if not is_literal(atom) and atom in tables}
             sites = [_repeated(site, equation) for site in body.sites]
             self.sites += sites
-            self.bodies.append(BodyUse(equation, held, sites))
+            self.bodies.append((equation, held, sites))
 
     def _inside(self, equation: Equation) -> None:
         """Record the variables that bodies touch: in `inside` if they are only looked up, else in `used_whole`."""

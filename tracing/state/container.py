@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from dflow.tracing.context_values import within
 from dflow.tracing.errors import ContainerError
@@ -21,17 +21,8 @@ from dflow.tracing.weak_by_identity import WeakDict
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*")
 
 
-class Resource(Protocol):
-    """A thing with state that a container holds."""
-
-    name: str
-
-    def forget(self, reason: str) -> None:
-        """Free the state. Its later use raises an error that begins with `reason`."""
-
-
 #: The living resources that are in a container, and its name.
-_members: WeakDict[Resource, str] = WeakDict()
+_members: WeakDict[Any, str] = WeakDict()
 _lock = threading.Lock()
 _current: ContextVar[str] = ContextVar("dflow_container", default="")
 
@@ -67,8 +58,8 @@ def uncontained(name: str) -> str:
     return name.removeprefix(f"{_current.get()}/") if _current.get() else name
 
 
-def join(resource: Resource) -> None:
-    """Put a resource into the current container, if there is one. The container does not keep it alive."""
+def join(resource: Any) -> None:
+    """Put a resource, with a method `forget`, into the current container, if any. It is not kept alive by that."""
     if _current.get():
         with _lock:
             _members[resource] = _current.get()
@@ -81,7 +72,7 @@ def containers() -> tuple[str, ...]:
     return tuple(sorted({"/".join(part[:count]) for part in parts for count in range(1, len(part) + 1)}))
 
 
-def resources_in(name: str) -> list[Resource]:
+def resources_in(name: str) -> list[Any]:
     """The resources in a container and in those inside it. Raises ContainerError when there is no such container."""
     with _lock:
         held = [resource for resource, its in _members.items() if its == name or its.startswith(f"{name}/")]

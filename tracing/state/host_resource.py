@@ -85,7 +85,7 @@ class HostResource:
         """Free the contents. Later use, and ops that wait for it, raise an error that gives the reason."""
         remedy = "make it again, or keep what outlives it outside the container"
         self.home.forget_resource(self, f"{self.title} {reason}", remedy)
-        self.namesakes.discard(self)
+        self.namesakes.pop(self, None)
 
     def use(self, op: OpDef, operands: Sequence[Any] = (), attributes: Mapping[str, Any] = {}) -> Sequence[Any]:
         """Run an op, or record it in traced code; its results."""

@@ -183,7 +183,7 @@ class Queue(HostResource):
         rows = given[0].shape[:extra] if given else ()
         wanted = [ArrayType(type.dtype, (*rows, *type.shape)) for type in self.type.components]
         if tree != self._tree or len(rows) != extra or not all(map(ops.fits, given, wanted)):
-            shown = jax.tree_util.tree_unflatten(tree, [_Shown(_said(array)) for array in arrays])
+            shown = jax.tree_util.tree_unflatten(tree, [_given_type(array) for array in arrays])
             many = ", with one dimension more in front, the same for all" if extra else ""
             raise QueueTypeError(
                 f"queue {self.name!r} holds {self._shown(self.type.components)} but {method} was given {shown}",
@@ -192,21 +192,13 @@ class Queue(HostResource):
         return arrays
 
     def _shown(self, types: Sequence[ArrayType]) -> str:
-        return str(jax.tree_util.tree_unflatten(self._tree, [_Shown(str(type)) for type in types]))
+        return str(jax.tree_util.tree_unflatten(self._tree, types))
 
 
-def _said(value: Any) -> str:
+def _given_type(value: Any) -> ArrayType:
     """The type that was given, before JAX takes 64 bits for 32."""
-    if isinstance(value, np.ndarray | np.generic):
-        return str(ArrayType(value.dtype, value.shape))
-    return str(array_type_of(value).strong)
-
-
-class _Shown(str):
-    """A type within a structure, without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
+    is_numpy = isinstance(value, np.ndarray | np.generic)
+    return ArrayType(value.dtype, value.shape) if is_numpy else array_type_of(value).strong
 
 
 class FIFOQueue(Queue):

@@ -206,7 +206,7 @@ class Variable(RowUpdates, jax.Array):
         if self.marks is not None:
             self.marks.forget(reason)
         self.home.forget(self, f"variable {self.name!r} {reason}", remedy)
-        self.namesakes.discard(self)
+        self.namesakes.pop(self, None)
 
     def read(self) -> jax.Array:
         """The value: in traced code that at this point of the program, elsewhere the current one."""

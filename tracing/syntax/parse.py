@@ -60,13 +60,16 @@ def parse(text: str) -> Graph:
     return graph
 
 
-class _Scanner:
-    """A text and the current place in it. Methods consume a token there, or raise ParseError."""
+class _Reader:
+    """Reads graphs from a text: its methods consume what is at the current place, or raise ParseError.
+
+    It holds the values of the graph it is in, by name.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._ended = 0
-        self._at = 0
+        self._ended = self._at = 0
+        self._values: dict[str, Value] = {}
         self._to(0)
 
     def fail(self, fact: str, found: re.Match[str] | None = None) -> NoReturn:
@@ -133,14 +136,6 @@ class _Scanner:
         self._ended = end
         blank = _BLANK.match(self._text, end)
         self._at = blank.end() if blank else end
-
-
-class _Reader(_Scanner):
-    """Reads graphs; holds the values of the graph it is in, by name."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._values: dict[str, Value] = {}
 
     def graph(self) -> tuple[Graph, tuple[Any, ...]]:
         """A graph, and the values of its first inputs where it is a body that closes over them."""

@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from dflow.tracing.errors import DflowError, VerifyError
@@ -27,69 +25,52 @@ from dflow.tracing.syntax.text import marked
 
 def verify(graph: Graph) -> None:
     """Raise VerifyError, which names the node and quotes the graph, unless `graph` keeps the rules above."""
-    seen = _DefinedValues(graph)
+    inputs, defined, names = set(graph.inputs), set[Value](), set[str]()
+
+    def define(node: Node | None, value: Value) -> None:
+        if value in defined:
+            _fail(graph, node, f"%{value.name} is defined twice")
+        if value.name in names:
+            _fail(graph, node, f"two values are called %{value.name}")
+        defined.add(value)
+        names.add(value.name)
+
+    for value in graph.inputs:
+        define(None, value)
     for node in graph.nodes:
-        seen.check(node)
+        for value in (*node.values, *node.after):
+            if value not in defined:
+                _fail(graph, node, f"%{value.name} is used before it is defined")
+        _check_types(graph, node)
+        for effect, resource in node.effects:
+            if resource is not None and resource not in inputs:
+                _fail(graph, node, f"{effect.value} of {resource!r}, which is not an input of the graph")
+        for value in node.outputs:
+            define(node, value)
     for output in graph.outputs:
         if not isinstance(output.type, ArrayType):
             raise VerifyError(f"the graph gives {output!r}, and only arrays can be given")
-        if isinstance(output, Value) and output not in seen.defined:
+        if isinstance(output, Value) and output not in defined:
             raise VerifyError(f"the graph gives %{output.name}, which nothing defines")
 
 
-class _DefinedValues:
-    """The values defined above the current node, and the checks of that node."""
+def _check_types(graph: Graph, node: Node) -> None:
+    try:
+        expected = _result_types(node)
+    except VerifyError:
+        raise
+    except Exception as error:  # JAX says no by TypeError, ValueError, KeyError, AssertionError and its own
+        _fail(graph, node, f"{node.op.name} refuses its operands: {error}")
+    given = [value.type for value in node.outputs]
+    if expected is not None and [*map(strong, given)] != [*map(strong, expected)]:
+        fact = f"{', '.join(map(str, expected))} but its results are {', '.join(map(str, given)) or 'none'}"
+        _fail(graph, node, f"{node.op.name} gives {fact}")
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._names: set[str] = set()
-        self.defined: set[Value] = set()
-        self._inputs = set(graph.inputs)
-        for value in graph.inputs:
-            self._define(None, value)
 
-    def check(self, node: Node) -> None:
-        """Check a node and define its results."""
-        for value in (*node.values, *node.after):
-            if value not in self.defined:
-                self._fail(node, f"%{value.name} is used before it is defined")
-        self._check_types(node)
-        self._check_effects(node)
-        for value in node.outputs:
-            self._define(node, value)
-
-    def _define(self, node: Node | None, value: Value) -> None:
-        if value in self.defined:
-            self._fail(node, f"%{value.name} is defined twice")
-        if value.name in self._names:
-            self._fail(node, f"two values are called %{value.name}")
-        self.defined.add(value)
-        self._names.add(value.name)
-
-    def _check_effects(self, node: Node) -> None:
-        for effect, resource in node.effects:
-            if resource is not None and resource not in self._inputs:
-                self._fail(node, f"{effect.value} of {resource!r}, which is not an input of the graph")
-
-    def _check_types(self, node: Node) -> None:
-        try:
-            expected = _result_types(node)
-        except VerifyError:
-            raise
-        except Exception as error:  # JAX says no by TypeError, ValueError, KeyError, AssertionError and its own
-            self._fail(node, f"{node.op.name} refuses its operands: {error}")
-        given = [value.type for value in node.outputs]
-        if expected is not None and [*map(strong, given)] != [*map(strong, expected)]:
-            self._fail(
-                node,
-                f"{node.op.name} gives {', '.join(map(str, expected))} but its results are "
-                f"{', '.join(map(str, given)) or 'none'}",
-            )
-
-    def _fail(self, node: Node | None, fact: str) -> NoReturn:
-        if node is None:
-            raise VerifyError(f"{fact} among the inputs of the graph")
-        raise VerifyError(f"%{node.outputs[0].name}: {fact}{at(node.loc)}\n{marked(self._graph, node)}")
+def _fail(graph: Graph, node: Node | None, fact: str) -> NoReturn:
+    if node is None:
+        raise VerifyError(f"{fact} among the inputs of the graph")
+    raise VerifyError(f"%{node.outputs[0].name}: {fact}{at(node.loc)}\n{marked(graph, node)}")
 
 
 def _result_types(node: Node) -> Sequence[Type] | None:
@@ -116,33 +97,26 @@ def _signatures(node: Node) -> Mapping[str, tuple[BodySignature, ...]]:
     return {"bodies": given} if given else {}
 
 
+#: The result types of numeric nodes, by all that they depend on.
+_known: dict[Any, Sequence[Type]] = {}
+_MOST_KNOWN = 4096
+
+
 def _inferred(node: Node, types: tuple[ArrayType, ...]) -> Sequence[Type] | None:
     if node.op.primitive is None or (opaque_attribute(node) is not None and not has_body_rule(node)):
         return None
-    shardings = tuple(type.sharding for type in types)
-    applied = _Applied(node.op.primitive, exact_attributes(node.attributes), types, shardings, node)
+    key = node.op.primitive, exact_attributes(node.attributes), types, tuple(type.sharding for type in types)
     try:
-        hash(applied)
+        found = _known.get(key)
     except TypeError:  # an attribute may be an array
-        return _result_types_by_jax(applied)
-    return _kept_result_types(applied)
+        return _result_types_by_jax(node, types)
+    if found is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        found = _known[key] = _result_types_by_jax(node, types)
+    return found
 
 
-@dataclass(frozen=True)
-class _Applied:
-    """A numeric node as the key of a cache: nodes with equal keys have results of the same types."""
-
-    primitive: Any
-    attributes: Hashable
-    types: tuple[ArrayType, ...]
-    shardings: tuple[Any, ...]
-    node: Node = field(compare=False)
-
-
-def _result_types_by_jax(applied: _Applied) -> Sequence[Type]:
-    structs = [type.struct for type in applied.types]
-    _, _, out = make_jaxpr(lambda *operands: bind_node(applied.node, operands), *structs)
+def _result_types_by_jax(node: Node, types: Sequence[ArrayType]) -> Sequence[Type]:
+    _, _, out = make_jaxpr(lambda *operands: bind_node(node, operands), *(type.struct for type in types))
     return [array_type_of(struct) for struct in out]
-
-
-_kept_result_types = lru_cache(maxsize=4096)(_result_types_by_jax)
