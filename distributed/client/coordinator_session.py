@@ -9,8 +9,8 @@ Invariants:
   coordinator executes none twice, since claims and arrivals have numbers and the others may be repeated;
 - a task rejoins as the same member: in the same incarnation, and never in another cluster;
 - a lost link is opened again after pauses that grow up to `longest_pause_s`, each shortened at random by
-  a number that `incarnation` determines; the session ends with one GaveUp when that failed for `give_up_s`, or when the
-  coordinator has declared the task dead;
+  a number that `incarnation` determines; the session ends with one Warn that says so when that failed for `give_up_s`,
+  or when the coordinator has declared the task dead;
 - each outage is logged when it begins and when it ends, in a process that is a task;
 - `roster` never gets older: of two rosters, the one with the greater version is shown last.
 """
@@ -69,19 +69,12 @@ class SendRequest:
 
 
 @dataclass(frozen=True)
-class Tell:
-    """Send a notification over the link."""
-
-    link: int
-    message: Message
-
-
-@dataclass(frozen=True)
 class EndLink:
-    """Close the link; `link_ended` ignores it."""
+    """Close the link, after the notice `last` if any; `link_ended` ignores it."""
 
     link: int
     reason: str
+    last: Leave | None = None
 
 
 @dataclass(frozen=True)
@@ -100,20 +93,17 @@ class ShowRoster:
 
 
 @dataclass(frozen=True)
-class GaveUp:
-    """Report that the coordinator is lost for good."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Warn:
-    """Log that the coordinator, or a task that others wait for, is lost or back: once each per outage."""
+    """Log that the coordinator, or a task that others wait for, is lost or back: once each per outage.
+
+    `gives_up`  whether the coordinator is lost for good: report that too
+    """
 
     text: str
+    gives_up: bool = False
 
 
-SessionCommand = OpenLink | SendRequest | Tell | EndLink | Settle | ShowRoster | GaveUp | Warn
+SessionCommand = OpenLink | SendRequest | EndLink | Settle | ShowRoster | Warn
 
 
 class CoordinatorSession:
@@ -261,15 +251,15 @@ class CoordinatorSession:
         return [SendRequest(self._link, ask, message) for ask, message in self._asks.items()]
 
     def _give_up(self, failure: Failure) -> list[SessionCommand]:
-        return [*self._end(failure, failure.text), GaveUp(failure.text)]
+        return [*self._end(failure, failure.text), Warn(failure.text, gives_up=True)]
 
     def _end(self, failure: Failure, reason: str) -> list[SessionCommand]:
         self._ended = failure
         commands: list[SessionCommand] = []
         if self._link is not None:
-            if self._is_in and self._member is not None:
-                commands.append(Tell(self._link, Leave(self._member.task, reason)))
-            commands.append(EndLink(self._link, reason))
+            member = self._member if self._is_in else None
+            last = None if member is None else Leave(member.task, reason)
+            commands.append(EndLink(self._link, reason, last))
         commands += [Settle(ask, failure) for ask in self._asks]
         self._link = None
         self._asks.clear()

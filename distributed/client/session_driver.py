@@ -26,14 +26,12 @@ from typing import Any, TypeVar
 from dflow.distributed.client.coordinator_session import (
     CoordinatorSession,
     EndLink,
-    GaveUp,
     OpenLink,
     SendRequest,
     SessionCommand,
     SessionSettings,
     Settle,
     ShowRoster,
-    Tell,
     Warn,
 )
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
@@ -327,9 +325,9 @@ class SessionDriver:
                 self.open_later()
             case SendRequest(link, ask, message):
                 self._send(link, ask, message)
-            case Tell(link, message):
-                self._notify(link, message)
-            case EndLink(link, reason):
+            case EndLink(link, reason, last):
+                if last is not None:
+                    self._notify(link, last)
                 if (peer := self._links.pop(link, None)) is not None:
                     peer.close(reason)
             case Settle(ask, message):
@@ -338,15 +336,14 @@ class SessionDriver:
                     _settle(answer, message)
             case ShowRoster(roster):
                 self._show(roster)
-            case Warn(text):
+            case Warn(text, gives_up):
                 LOGGER.warning("%s: %s", short_task_name(self._name), text)
-            case GaveUp(reason):
-                LOGGER.warning("%s: %s", short_task_name(self._name), reason)
-                self._note_gap()
-                with self._changed:
-                    callbacks = [] if self.is_closed else list(self._on_lost)
-                for callback in callbacks:
-                    callback(reason)
+                if gives_up:
+                    self._note_gap()
+                    with self._changed:
+                        callbacks = [] if self.is_closed else list(self._on_lost)
+                    for callback in callbacks:
+                        callback(text)
 
     def _note_gap(self) -> None:
         for callback in self._on_gap:

@@ -266,7 +266,7 @@ def _by_task(variables: SavedVariables) -> dict[str, dict[str, list[Variable]]]:
 
 
 def _part_on_task(variable: Variable) -> VariablePart:
-    return VariablePart(task_of_resource(variable), variable.key, *indices_of(variable))
+    return VariablePart(task_of_resource(variable), variable.key, indices_of(variable))
 
 
 def _first_value(variable: Variable, initial: Initial) -> TypedInitial | HostArray:

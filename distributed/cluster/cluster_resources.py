@@ -28,7 +28,7 @@ from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.failures import MAX_TEXT
 from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, ForgetFed, GetFed
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, GetFed
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
@@ -196,7 +196,7 @@ class TaskQueueProducer:
     def forget(self) -> None:
         """Forget which elements were put in; see `QueueProducer`."""
         if not self.is_named:
-            self.requests.ask(self.task, ForgetFed(self.key, self.name))
+            self.requests.ask(self.task, GetFed(self.key, self.name, forget=True))
 
     def close(self) -> None:
         """Refuse later enqueues; see `QueueProducer`."""

@@ -23,7 +23,7 @@ import jax
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
 from dflow.distributed.snapshots.pause_messages import PauseSteps, ResumeSteps
 from dflow.distributed.steps.ahead_rules import AheadRules
-from dflow.distributed.steps.plan_registration import PlanRegistration
+from dflow.distributed.steps.plan_registration import start_registration
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.steps.step_gate import begins_parts, is_in_step
@@ -256,11 +256,11 @@ class ClusterSteps(RecoveringState):
         self._requests.unsaved.make_again()
         exports = SharedExports()
         with self._requests.used.explained([*parts]):
-            asked = {task: PlanRegistration(self.server.peer(task), part, exports) for task, part in parts.items()}
+            asked = {task: start_registration(self.server.peer(task), part, exports) for task, part in parts.items()}
         handles = {}
-        for task, registration in asked.items():
+        for task, handle_of in asked.items():
             with self._requests.explained(task):
-                handles[task] = registration.handle(self._requests.timeout_s)
+                handles[task] = handle_of(self._requests.timeout_s)
         return handles
 
     def _release_unused(self) -> None:

@@ -18,7 +18,6 @@ from dflow.distributed.task.checkpoint_messages import (
     EndCapture,
     EndShare,
     ReadCapture,
-    ShareCapture,
 )
 from dflow.distributed.wire.codec import decode_arrays
 from dflow.distributed.wire.messages.message import Answer, Request
@@ -47,7 +46,7 @@ class SharedValues:
         captures = {task: CaptureVariables(me, number, tuple(keys)) for task, keys in self._keys.items()}
         try:
             self._steps.while_paused(lambda: self._ask(captures), "an evaluation")
-            self._ask(dict.fromkeys(self._keys, ShareCapture(me, number, self._name)))
+            self._ask(dict.fromkeys(self._keys, EndCapture(me, number, self._name)))
         except BaseException:
             with suppress(DflowError):
                 self._ask(dict.fromkeys(self._keys, EndCapture(me, number)))

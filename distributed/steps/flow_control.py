@@ -84,11 +84,8 @@ class Outflow(Generic[Item]):
             del self.kept[offer]
 
 
-class Reaction(NamedTuple):
-    """A message for the task `to`: credit for values that it pushed, or the answer to its offer."""
-
-    to: str
-    message: Credit | Pull
+#: A task, and a message for it: credit for values that it pushed, or the answer to its offer.
+Reaction = tuple[str, Credit | Pull]
 
 
 class Inflow:
@@ -134,7 +131,7 @@ class Inflow:
             self._owed[source] = owed
             return []
         self._owed[source] = 0
-        return [Reaction(source, Credit(owed))]
+        return [(source, Credit(owed))]
 
     def offer(
         self, source: str, step: StepId, edge: str, size_bytes: int, *, is_awaited: bool, is_open: bool
@@ -212,4 +209,4 @@ class Inflow:
 
 
 def _answer(source: str, step: StepId, edge: str, *, wanted: bool) -> Reaction:
-    return Reaction(source, Pull(step.origin, step.number, edge, wanted))
+    return source, Pull(step.origin, step.number, edge, wanted)

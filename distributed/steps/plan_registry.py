@@ -153,7 +153,7 @@ class PlanRegistry:
         """Load a program that writes no variables, as `add_encoded` does."""
         return self._load((hashlib.sha256(blob).digest(), 0, 0), blob, sender)
 
-    def wanted(self, message: RegisterPlan) -> tuple[int, ...]:
+    def missing(self, message: RegisterPlan) -> tuple[int, ...]:
         """Indices of a plan's programs that were not sent with it and are not here. Raises WireError."""
         if all(message.program_sizes):
             return ()

@@ -37,11 +37,8 @@ Value = TypeVar("Value")
 WINDOW = 256
 
 
-class EndWait(msgspec.Struct, Generic[Waiter, Value], frozen=True):
-    """Command: pass `waiter` the value it waited for, or the error that explains why there is none."""
-
-    waiter: Waiter
-    outcome: Outcome[Value]
+#: Command: pass the waiter the value it waited for, or the error that explains why there is none.
+EndWait = tuple[Waiter, Outcome[Value]]
 
 
 @dataclass(frozen=True)
@@ -140,22 +137,22 @@ class Rendezvous(Generic[Waiter, Value]):
             self._dropped += 1
             return []
         self._deliver(edges, edge)
-        return [EndWait(place.waiter, value)]
+        return [(place.waiter, value)]
 
     def take(self, step: StepId, edge: str, source: str, waiter: Waiter) -> list[EndWait[Waiter, Value]]:
         """Wait for the value that the task `source` sends; the wait ends now if the value is here, or cannot come."""
         try:
             edges = self.begin(step)
         except DflowError as error:
-            return [EndWait(waiter, error)]
+            return [(waiter, error)]
         place = edges.get(edge)
         if isinstance(place, _Held):
             self._deliver(edges, edge)
-            return [EndWait(waiter, place.value)]
+            return [(waiter, place.value)]
         if edge in edges:
-            return [EndWait(waiter, InternalError(f"edge {edge!r} is awaited twice in {describe(step)}"))]
+            return [(waiter, InternalError(f"edge {edge!r} is awaited twice in {describe(step)}"))]
         if source in self._lost:
-            return [EndWait(waiter, self._lost[source])]
+            return [(waiter, self._lost[source])]
         edges[edge] = _Waiting(waiter, source)
         return []
 
@@ -187,7 +184,7 @@ class Rendezvous(Generic[Waiter, Value]):
         if not isinstance(place, _Waiting):
             return []
         edges[edge] = None
-        return [EndWait(place.waiter, error)]
+        return [(place.waiter, error)]
 
     def finish(self, step: StepId) -> list[EndWait[Waiter, Value]]:
         """End this task's part of the step and drop the rest."""
@@ -204,7 +201,7 @@ class Rendezvous(Generic[Waiter, Value]):
         self._ended[step.origin].add(step.number)
         edges = self._steps.pop(step, {}).values()
         self._dropped += sum(isinstance(place, _Held) for place in edges)
-        return [EndWait(place.waiter, error) for place in edges if isinstance(place, _Waiting)]
+        return [(place.waiter, error) for place in edges if isinstance(place, _Waiting)]
 
     def stop_waiting_for(self, source: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """End the waits for values of `source` with `error`, since these may be lost."""
@@ -213,7 +210,7 @@ class Rendezvous(Generic[Waiter, Value]):
             for edge, place in edges.items():
                 if isinstance(place, _Waiting) and place.source == source:
                     edges[edge] = None
-                    commands.append(EndWait(place.waiter, error))
+                    commands.append((place.waiter, error))
         return commands
 
     def lose(self, task: str, error: DflowError) -> list[EndWait[Waiter, Value]]:

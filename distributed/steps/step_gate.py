@@ -173,13 +173,9 @@ class StepGate:
 
     def enter_in_time(self, timeout_s: float) -> None:
         """Count a step when the gate is open. Raises DeadlineExceeded after `timeout_s`."""
-        may_try = threading.Event()
-        if not self.enter(may_try.set):
-            self._wait(may_try, timeout_s)
-
-    def _wait(self, may_try: threading.Event, timeout_s: float) -> None:
-        until_s = time.monotonic() + timeout_s
-        while True:
+        may_try, until_s = threading.Event(), 0.0
+        while not self.enter(may_try.set):
+            until_s = until_s or time.monotonic() + timeout_s
             if not may_try.wait(until_s - time.monotonic()):
                 raise DeadlineExceeded(
                     f"{short_task_name(self._task)} has held back its next step for {timeout_s:g} s, while the state "
@@ -187,5 +183,3 @@ class StepGate:
                     "see the coordinator's output, and that of a task that saves",
                 )
             may_try.clear()
-            if self.enter(may_try.set):
-                return

@@ -121,12 +121,12 @@ class StepsAhead:
         self._begun: deque[BegunStep] = deque()
         #: Number of calls of `cancel`.
         self._cancels = 0
-        #: The only step of the iteration before this one; None if it had another number of steps.
+        #: The only step of the iteration before this one: steps begin ahead if this one calls it again. None if there
+        #: was another number of steps, a change of state or a pause.
         self._last: RegisteredStep | None = None
         #: Numbers of the iteration's step and of the steps that follow it, as far as known; number of its calls.
         self._steps, self._calls = range(0), 0
         self._may_begin = False
-        self._paused = False
         self._ended_s = self._took_s = 0.0
         #: Number of the run's steps that had ended when this iteration was admitted, if its staleness is bounded.
         self._version: int | None = None
@@ -159,9 +159,8 @@ class StepsAhead:
         """
         began_s = self._clock()
         self._steps, self._calls, self._called, self._batches = steps, 0, None, batches
-        self._paused = began_s - self._ended_s > max(self._took_s, SHORT_S)
-        if self._paused:
-            self.cancel("the loop paused")
+        if began_s - self._ended_s > max(self._took_s, SHORT_S):
+            self._start_over("the loop paused")
         token = CURRENT.set(self)
         try:
             with self.identities.step(steps.start):
@@ -196,7 +195,7 @@ class StepsAhead:
         if why_not:
             self._has_no_effect("prefetch", why_not)
             self._has_no_effect("lookahead", why_not)
-        self._may_begin = is_same and not why_not and not self._paused
+        self._may_begin = is_same and not why_not
         if self._calls > 1 or not is_same:
             self.cancel("the loop calls another function")
         elif self._begun_for_others(leaves):
@@ -293,8 +292,12 @@ class StepsAhead:
 
     def state_changed(self) -> None:
         """Cancel the steps begun ahead, since this process changed state, or waited for others that may have."""
-        self.cancel("this process changed state, or waited for other tasks")
-        # Where that happens in every iteration, begin none in the next one.
+        # Where that happens in every iteration, none begins.
+        self._start_over("this process changed state, or waited for other tasks")
+
+    def _start_over(self, why: str) -> None:
+        """Cancel the steps begun ahead; none begins until two iterations in a row have the same step again."""
+        self.cancel(why)
         self._last = None
 
     def cancel(self, why: str) -> None:

@@ -26,7 +26,7 @@ from dflow.distributed.steps.rendezvous import EndWait, Rendezvous, RendezvousSt
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import SentPayload, encode_values
 from dflow.distributed.wire.messages.roster import EdgeTraffic
-from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
+from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, Values
 from dflow.lowering.queues.channel import ITERATION, Channel, Deliver, NotConnected, Sent, StepId
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.lowering.steps.recorder import Recorder
@@ -196,7 +196,7 @@ class TaskChannel:
             self._taken_in[source] += len(payload)
             commands = self._rendezvous.put(step, edge, payload)
             self._senders[source] = peer
-            if isinstance(message, PulledValues):
+            if message.was_offered:
                 reactions = self._inflow.pulled(step, edge)
             elif not commands and self._rendezvous.holds(step, edge):
                 reactions = []
@@ -224,7 +224,7 @@ class TaskChannel:
             kept = self._outflow.end(offer)
         if kept is not None and pull.wanted:
             began = self._recorder.clock()
-            peer.notify(PulledValues(pull.origin, pull.step, pull.edge), kept.payload)
+            peer.notify(Values(pull.origin, pull.step, pull.edge, was_offered=True), kept.payload)
             self._sent(step, pull.edge, peer.name, kept.count, len(kept.payload), began)
 
     def credited(self, credit: Credit, peer: Peer) -> None:
@@ -379,8 +379,8 @@ class TaskChannel:
             if peer is not None:
                 with contextlib.suppress(TransportClosed):
                     peer.notify(message)
-        for command in commands:
+        for receiver, outcome in commands:
             try:
-                command.waiter.end(command.outcome)
+                receiver.end(outcome)
             except Exception:
-                LOGGER.exception("%s: a receiver of edge %r failed", self._name, command.waiter.edge)
+                LOGGER.exception("%s: a receiver of edge %r failed", self._name, receiver.edge)

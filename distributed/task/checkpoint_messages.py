@@ -6,6 +6,7 @@ import msgspec
 
 from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message, Request
+from dflow.tracing.rows.slices import AxisSlice
 
 
 class SavedVariable(msgspec.Struct, frozen=True):
@@ -17,14 +18,11 @@ class SavedVariable(msgspec.Struct, frozen=True):
 
 
 class VariablePart(msgspec.Struct, frozen=True):
-    """A variable on a task that has a part of an array: its `key`, and the fields of an `AxisSlice`."""
+    """A variable on a task that has the elements at `indices` of an array."""
 
     task: str
     key: str
-    axis: int
-    start: int
-    size: int
-    step: int
+    indices: AxisSlice
 
 
 class DividedVariable(msgspec.Struct, frozen=True):
@@ -77,26 +75,17 @@ class ReadPiece(Request[Arrays], frozen=True):
 
 
 class EndCapture(Request[Ok], frozen=True):
-    """Free captured values."""
+    """Free captured values; or with `share_as`, let other tasks read them by that name.
 
-    speaker = "origin"
-
-    origin: str
-    number: int
-
-
-class ShareCapture(Request[Ok], frozen=True):
-    """Let other tasks read captured values by `name`, in place of an earlier capture of that name.
-
-    The values are kept until the task that captured them and all tasks that have read them have ended their use or left
-    the cluster.
+    They replace an earlier capture of that name, and are kept until the task that captured them and all tasks that have
+    read them have ended their use or left the cluster.
     """
 
     speaker = "origin"
 
     origin: str
     number: int
-    name: str
+    share_as: str = ""
 
 
 class CapturedArrays(Message, frozen=True):

@@ -20,7 +20,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.transport.base import Peer
@@ -34,19 +33,12 @@ LOGGER = logging.getLogger("dflow")
 MOST_HELD = 256
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A message: `deliver` handles it, `refuse` answers it with an error."""
-
-    deliver: Callable[[], None]
-    refuse: Callable[[TaskLost], None]
+#: A message, as two functions: one handles it, the other one answers it with an error.
+_Arrived = tuple[Callable[[], None], Callable[[TaskLost], None]]
 
 
 class MemberGate:
-    """Delivers, holds or refuses the messages to the task `name`, by membership of the sender; thread-safe.
-
-    Its methods call `deliver` and `refuse`.
-    """
+    """Delivers, holds or refuses the messages to the task `name`, by membership of the sender; thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -58,7 +50,7 @@ class MemberGate:
         self.death_known_at = 0
         #: Kept for closed connections too, while requests that came over them wait for a thread.
         self._introduced: weakref.WeakKeyDictionary[Peer, Introduce] = weakref.WeakKeyDictionary()
-        self._held: dict[Peer, list[Arrived]] = {}
+        self._held: dict[Peer, list[_Arrived]] = {}
         #: The connections whose messages need not pass `take`.
         self.members: frozenset[Peer] = frozenset()
 
@@ -81,15 +73,18 @@ class MemberGate:
             self.members -= {peer}
             self._held.pop(peer, None)
 
-    def take(self, peer: Peer, message: Arrived) -> None:
-        """Deliver, hold or refuse a message of a connection that is not in `members`."""
+    def take(self, peer: Peer, deliver: Callable[[], None], refuse: Callable[[TaskLost], None]) -> None:
+        """Deliver, hold or refuse a message of a connection that is not in `members`.
+
+        One of the two functions is called once, now or by a later call of another method.
+        """
         with self._lock:
             if peer in self.members:
-                message.deliver()
+                deliver()
             elif (why := self._refusal(peer)) or (len(self._held[peer]) >= MOST_HELD and not self._is_listed(peer)):
-                message.refuse(self._error(why or "too many messages came before the news that it has joined"))
+                refuse(self._error(why or "too many messages came before the news that it has joined"))
             else:
-                self._held[peer].append(message)
+                self._held[peer].append((deliver, refuse))
 
     def may_come_back(self, peer: Peer) -> bool:
         """Whether a connection is of the newest life of its task, also if that has left."""
@@ -137,9 +132,9 @@ class MemberGate:
         why = self._refusal(peer)
         if why or self._is_live(peer):
             messages, self._held[peer] = self._held[peer], []
-            for message in messages:
+            for deliver, refuse in messages:
                 try:
-                    message.refuse(self._error(why)) if why else message.deliver()
+                    refuse(self._error(why)) if why else deliver()
                 except Exception:
                     LOGGER.exception("%s: a message of %s failed", self._name, peer.name)
         if self._is_live(peer):

@@ -30,8 +30,6 @@ from dflow.distributed.task.checkpoint_messages import (
     ReadCheckpoint,
     ReadPiece,
     SaveVariables,
-    ShareCapture,
-    VariablePart,
 )
 from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_server import TaskServer
@@ -49,7 +47,6 @@ from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, TaskLost
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.moments import reach
-from dflow.tracing.rows.slices import AxisSlice
 
 #: The task that saves or restores, and its number for the save or restore.
 _Number = tuple[str, int]
@@ -89,19 +86,13 @@ class TaskCheckpoints(TaskPart):
 
     @requests.queued(EndCapture)
     def end_capture(self, message: EndCapture, arrival: RequestArrival) -> None:
-        """Free the values of a capture."""
-        with self._lock:
-            self._captured.pop((message.origin, message.number), None)
-
-    @requests.queued(ShareCapture)
-    def share(self, message: ShareCapture, arrival: RequestArrival) -> None:
-        """Let other tasks read a capture by name. Raises TaskLost if there is none, as after its task has left."""
+        """Free or share the values of a capture. Raises TaskLost if there are none to share, as after its task left."""
         capture = message.origin, message.number
         with self._lock:
             values = self._captured.pop(capture, None)
-            if values is not None:
-                self._shared[message.name] = _SharedCapture(capture, values, {message.origin})
-        if values is None:
+            if values is not None and message.share_as:
+                self._shared[message.share_as] = _SharedCapture(capture, values, {message.origin})
+        if values is None and message.share_as:
             raise TaskLost(f"{self._name} has not captured what {short_task_name(message.origin)} shares")
 
     @requests.queued(EndShare)
@@ -179,7 +170,7 @@ class TaskCheckpoints(TaskPart):
             [array] = decode_arrays(answer.arrays, payload)
             return array
 
-        return DividedArray(ArrayType(dtype, one.shape), [*map(_indices, one.parts)], here, piece_of)
+        return DividedArray(ArrayType(dtype, one.shape), [part.indices for part in one.parts], here, piece_of)
 
     def _piece(self, message: ReadPiece) -> npt.NDArray[Any]:
         return piece(self._values_of(message)[message.key], message.bounds)
@@ -214,7 +205,7 @@ class TaskCheckpoints(TaskPart):
                 f"{self._name} finds another checkpoint at {message.path} than the task that restores it",
                 "save where all tasks of the cluster read and write the same files",
             )
-        parts = {one.key: (name, _indices(one)) for name, held in message.parts.items() for one in held}
+        parts = {one.key: (name, one.indices) for name, held in message.parts.items() for one in held}
         return self._task.store.read_saved(files, message.variables, parts)
 
     @requests.queued(EndRestore)
@@ -235,7 +226,3 @@ class TaskCheckpoints(TaskPart):
             self._read = {number: values for number, values in self._read.items() if number[0] != task}
             for name in list(self._shared):
                 self._unuse(name, task)
-
-
-def _indices(part: VariablePart) -> AxisSlice:
-    return AxisSlice(part.axis, part.start, part.size, part.step)

@@ -19,7 +19,7 @@ import msgspec
 from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.messages.observing import ResourceDepth
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, Fed, ForgetFed, GetFed
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, Fed, GetFed
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.queues.pending_operations import Cancel, OnResults, SavedContents
@@ -130,13 +130,15 @@ class TaskResources:
         return self._held(name, HeldAccumulator, "accumulator")
 
     def fed(self, message: GetFed) -> Fed:
-        """Return which elements of a feed were put into a queue. Raises DflowError if it is not held here."""
-        fed = self._held(message.key, HeldQueue, "queue").fed(message.feed)
-        return Fed(tuple((part.start, part.stop) for part in fed.ranges()))
+        """Return, or forget, which elements of a feed were put into a queue; see `GetFed`.
 
-    def forget_fed(self, message: ForgetFed) -> None:
-        """Forget which elements of a feed were put into a queue. Raises DflowError if it is not held here."""
-        self._held(message.key, HeldQueue, "queue").forget_fed(message.feed)
+        raises  DflowError if the queue is not held here
+        """
+        queue = self._held(message.key, HeldQueue, "queue")
+        ranges = tuple((part.start, part.stop) for part in queue.fed(message.feed).ranges())
+        if message.forget:
+            queue.forget_fed(message.feed)
+        return Fed(ranges)
 
     def fail_queue(self, message: FailQueue) -> None:
         """Close a queue because its feed failed; see `HeldQueue.fail`. Raises DflowError if it is not held here."""

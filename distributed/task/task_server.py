@@ -50,7 +50,7 @@ from dflow.distributed.task.arrivals import (
     answer_arrays,
     answer_run,
 )
-from dflow.distributed.task.member_gate import Arrived, MemberGate
+from dflow.distributed.task.member_gate import MemberGate
 from dflow.distributed.task.request_queues import RequestQueues
 from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_resources import TaskResources
@@ -76,11 +76,10 @@ from dflow.distributed.wire.messages.plans import (
     ReleasePlan,
     ReleaseStep,
     RunPlan,
-    Wanted,
 )
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, ForgetFed, GetFed
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, GetFed
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
-from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
+from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, Values
 from dflow.distributed.wire.messages.variables import ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.timers import Clock
@@ -332,7 +331,7 @@ class TaskServer:
         if peer in self.member_gate.members or message.is_open:
             self._handle(self._requests, message, arrival)
         else:
-            self.member_gate.take(peer, Arrived(partial(self._handle_admitted, message, arrival), responder.fail))
+            self.member_gate.take(peer, partial(self._handle_admitted, message, arrival), responder.fail)
 
     def _handle_admitted(self, message: Message, arrival: RequestArrival) -> None:
         try:
@@ -347,7 +346,7 @@ class TaskServer:
             self._handle(self._notices, message, arrival)
         else:
             handle = partial(self._handle, self._notices, message, arrival)
-            self.member_gate.take(peer, Arrived(handle, partial(self._refused, peer, message)))
+            self.member_gate.take(peer, handle, partial(self._refused, peer, message))
 
     def _refused(self, peer: Peer, message: Message, error: TaskLost) -> None:
         # A value of the step may come when the task is back, and nothing would end the step then.
@@ -444,9 +443,8 @@ class TaskServer:
 
     @requests.queued(RegisterPlan)
     def _register_plan(self, message: RegisterPlan, arrival: RequestArrival) -> Handled:
-        wanted = self.plans.wanted(message)
-        if wanted:
-            return Wanted(wanted)
+        if missing := self.plans.missing(message):
+            return Registered(missing=missing)
         return Registered(self.plans.add_encoded(message, arrival.payload, arrival.peer.name))
 
     # Requests of tools.
@@ -480,14 +478,12 @@ class TaskServer:
 
 # The handlers that only call one piece of the task.
 TaskServer.requests.queued(GetFed)(lambda task, message, _: task.resources.fed(message))
-TaskServer.requests.queued(ForgetFed)(lambda task, message, _: task.resources.forget_fed(message))
 TaskServer.requests.queued(FailQueue)(lambda task, message, _: task.resources.fail_queue(message))
 for _observation in ON_THREADS:
     TaskServer.requests.on_own_thread(_observation)(lambda task, message, _: task.observer.answer(message))
-for _kind in (Values, PulledValues):
-    TaskServer.notices.handles(_kind)(
-        lambda task, message, arrival: task.channel.arrived(message, arrival.payload, arrival.peer)
-    )
+TaskServer.notices.handles(Values)(
+    lambda task, message, arrival: task.channel.arrived(message, arrival.payload, arrival.peer)
+)
 TaskServer.notices.handles(Offer)(lambda task, message, arrival: task.channel.offered(message, arrival.peer))
 TaskServer.notices.handles(Pull)(lambda task, message, arrival: task.channel.pulled(message, arrival.peer))
 TaskServer.notices.handles(Credit)(lambda task, message, arrival: task.channel.credited(message, arrival.peer))

@@ -26,7 +26,7 @@ from dflow.distributed.transport.framing import FrameReader, pack_header, stalle
 from dflow.distributed.transport.link import LOGGER, Frame, Kind, Limits, OnReleased, become_reader, on_reader_thread
 from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.send_queue import SendQueue, flush
-from dflow.distributed.transport.session import Session
+from dflow.distributed.transport.session import Retained, Session
 from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory
 from dflow.distributed.transport.stream import Deadline, Parts, Stream, reason_of
 from dflow.distributed.wire.codec import joined, parts_of
@@ -47,13 +47,6 @@ _CLOSED = "the other side closed the connection"
 Recover = Callable[["Connection", Stream, str], str]
 
 
-class _RetainedFrame(msgspec.Struct, frozen=True):
-    """A retained frame, which may have to be resent."""
-
-    parts: Parts
-    on_released: OnReleased | None
-
-
 _ON_RELEASED = attrgetter("on_released")
 
 
@@ -72,7 +65,7 @@ class Connection:
         self._changed = threading.Condition(self._lock)
         #: Number of threads that wait for acknowledgements.
         self._waiting_for_room = 0
-        self.session: Session[_RetainedFrame] = Session()
+        self.session: Session[Parts] = Session()
         #: Whether this side has closed the connection.
         self.is_closed = False
         #: Whether the last stream broke and is not replaced yet. Meanwhile the session receives nothing.
@@ -181,7 +174,7 @@ class Connection:
                 size_bytes, sequence = len(meta) + len(payload), 0
                 parts: Parts = []
                 if frame.kind <= Kind.NOTIFY:
-                    sequence = session.send(_RetainedFrame(parts, frame.on_released), size_bytes)
+                    sequence = session.send(parts, size_bytes, frame.on_released)
                 else:
                     session.say_received()
                 header = pack_header(frame, sequence, session.received)
@@ -232,7 +225,7 @@ class Connection:
 
     def _again(self) -> list[Parts]:
         with self._lock:
-            return [kept.item.parts for kept in self.session.retained]
+            return [kept.item for kept in self.session.retained]
 
     # Reading.
 
@@ -331,7 +324,7 @@ class Connection:
             self._on_end(reason)
 
 
-def _release(kept: Iterable[_RetainedFrame]) -> None:
+def _release(kept: Iterable[Retained[Parts]]) -> None:
     for one in kept:
         if one.on_released is not None:
             one.on_released()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import NamedTuple
 
 import msgspec
 
@@ -37,15 +36,6 @@ _MOST_IN_A_ROW = 20
 _STUCK_S = 5.0
 
 
-class _Greeted(NamedTuple):
-    """A stream to a listener that has answered `Hello`, the identity that it proved, and shared memory, if any."""
-
-    stream: Stream
-    answer: Hello
-    identity: str
-    memory: SharedMemory | None
-
-
 class Dialler:
     """Dials the listener at `place` as `name`: once to begin a session, then whenever its stream broke."""
 
@@ -62,7 +52,8 @@ class Dialler:
 
     def connect(self, handler: Handler, timeout_s: float) -> Peer:
         """Begin the session; raises OSError or a DflowError."""
-        stream, answer, _, memory = self._first = self._greet(self._hello, timeout_s)
+        stream, answer, self._identity, memory = self._greet(self._hello, timeout_s)
+        self._first_answer = answer
         connection = Connection(stream, answer.name, self._limits, self._reactor, self._recover)
         peer = Peer(connection, local=self._hello.name, remote=answer.name, handler=handler, limits=self._limits)
         connection.start(peer.arrived, peer.close, memory)
@@ -75,7 +66,7 @@ class Dialler:
             self._stuck_by = Deadline.after(min(self._limits.resume_s, _STUCK_S))
         if self._in_a_row >= _MOST_IN_A_ROW and self._stuck_by.has_passed:
             return f"{reason}; the connection broke {self._in_a_row} times in a row"
-        retry_s, began_s, is_logged, name = FIRST_RETRY_S, time.monotonic(), False, self._first.answer.name
+        retry_s, began_s, is_logged, name = FIRST_RETRY_S, time.monotonic(), False, self._first_answer.name
         while not connection.is_closed:
             try:
                 stream, answer = self._dial_again(connection.session.received, deadline.left_s)
@@ -102,8 +93,8 @@ class Dialler:
                 return connection.resume(stream, answer.received)
         return "closed by this side"
 
-    def _greet(self, hello: Hello, timeout_s: float) -> _Greeted:
-        """Dial, secure the stream and exchange `Hello`."""
+    def _greet(self, hello: Hello, timeout_s: float) -> tuple[Stream, Hello, str, SharedMemory | None]:
+        """Dial; return the stream, the listener's `Hello`, the identity that it proved, and shared memory, if any."""
         deadline = Deadline.after(min(timeout_s, self._limits.hello_timeout_s))
         sock = dial(self._place, min(timeout_s, _DIAL_S))
         try:
@@ -117,13 +108,13 @@ class Dialler:
         except BaseException:
             sock.close()
             raise
-        return _Greeted(stream, answer, identity, memory)
+        return stream, answer, identity, memory
 
     def _dial_again(self, received: int, timeout_s: float) -> tuple[Stream, Hello]:
-        ours, first = self._hello, self._first
+        ours, first = self._hello, self._first_answer
         hello = msgspec.structs.replace(ours, received=received, resumes=True, shares=False)
         stream, answer, identity, _ = self._greet(hello, timeout_s)
-        known = ours.session, first.answer.name, first.answer.process, first.identity
+        known = ours.session, first.name, first.process, self._identity
         if (answer.session, answer.name, answer.process, identity) != known:
             stream.close()
             raise WireError(f"{answer.name} knows nothing of this connection any more")

@@ -22,17 +22,19 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from dflow.distributed.transport.link import OnReleased
 from dflow.tracing.errors import WireError
 
 Item = TypeVar("Item")
 
 
 class Retained(msgspec.Struct, Generic[Item], frozen=True):
-    """An item that the other side has not acknowledged."""
+    """An item that the other side has not acknowledged; `on_released` is its owner's, for when it is not needed."""
 
     number: int
     item: Item
     size_bytes: int
+    on_released: OnReleased | None = None
 
 
 class Session(Generic[Item]):
@@ -57,12 +59,12 @@ class Session(Generic[Item]):
         self._sent = 0
         self._acknowledged = 0
 
-    def send(self, item: Item, size_bytes: int) -> int:
+    def send(self, item: Item, size_bytes: int, on_released: OnReleased | None = None) -> int:
         """Retain an item that is about to be sent; return its number. Its frame acknowledges all `received` frames."""
         self._unsaid_frames = self._unsaid_bytes = 0
         self.ack_due = False
         self._sent += 1
-        self.retained.append(Retained(self._sent, item, size_bytes))
+        self.retained.append(Retained(self._sent, item, size_bytes, on_released))
         self.retained_bytes += size_bytes
         return self._sent
 
@@ -87,23 +89,23 @@ class Session(Generic[Item]):
         self.ack_due = self._unsaid_frames >= self._ack_frames or self._unsaid_bytes >= self._ack_bytes
         return True
 
-    def acknowledge(self, upto: int) -> list[Item]:
+    def acknowledge(self, upto: int) -> list[Retained[Item]]:
         """Release the frames up to this number, which the other side has, and return those released by this call.
 
         raises  WireError if no such frame was sent
         """
         if upto > self._sent:
             raise WireError(f"frame {upto} is acknowledged, but only {self._sent} were sent")
-        released: list[Item] = []
+        released: list[Retained[Item]] = []
         if upto > self._acknowledged:
             self._acknowledged = upto
             while self.retained and self.retained[0].number <= upto:
                 kept = self.retained.popleft()
                 self.retained_bytes -= kept.size_bytes
-                released.append(kept.item)
+                released.append(kept)
         return released
 
-    def resume(self, peer_received: int) -> list[Item]:
+    def resume(self, peer_received: int) -> list[Retained[Item]]:
         """Go on over a new link, when the other side has all frames up to `peer_received`; as `acknowledge`.
 
         The owner sends all of `retained` over the new link first.
@@ -117,9 +119,9 @@ class Session(Generic[Item]):
             )
         return self.acknowledge(peer_received)
 
-    def end(self) -> list[Item]:
+    def end(self) -> list[Retained[Item]]:
         """End the session: return all retained items, and retain none."""
-        left = [kept.item for kept in self.retained]
+        left = list(self.retained)
         self.retained.clear()
         self.retained_bytes = 0
         return left

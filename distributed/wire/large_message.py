@@ -7,9 +7,8 @@ from __future__ import annotations
 import zlib
 
 from dflow.distributed.wire.codec import Payload, decode_message, encode_message
-from dflow.distributed.wire.messages.basic import Packed
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.roster import PackedRoster, Roster, RosterChange, change_between, changed_roster
+from dflow.distributed.wire.messages.roster import Packed, Roster, RosterChange, change_between, changed_roster
 from dflow.distributed.wire.messages.status import Status
 from dflow.tracing.errors import WireError
 
@@ -55,24 +54,13 @@ class RosterPacker:
         if not self._payload or len(change.entries) + len(change.dropped) > _CHANGED_PART * len(roster.tasks):
             self._base, self._payload = roster, zlib.compress(encode_message(roster), _LEVEL)
             change = change_between(roster, roster)
-        return PackedRoster(change), self._payload
+        return Packed(change), self._payload
 
 
 def unpack(message: Message, payload: Payload) -> Message:
     """Undo `pack`: return the original message. Raises WireError if the payload is malformed."""
-    match message:
-        case Packed():
-            return decode_message(_decompressed(payload))
-        case PackedRoster(change):
-            base = decode_message(_decompressed(payload))
-            if isinstance(base, Roster):
-                return changed_roster(base, change)
-            raise WireError(f"the payload of a PackedRoster is a {type(base).__name__}; expected a Roster")
-        case _:
-            return message
-
-
-def _decompressed(payload: Payload) -> bytes:
+    if not isinstance(message, Packed):
+        return message
     unpacker = zlib.decompressobj()
     try:
         data = unpacker.decompress(payload, MOST_BYTES)
@@ -80,4 +68,9 @@ def _decompressed(payload: Payload) -> bytes:
         raise WireError(f"a packed message cannot be decompressed: {error}") from None
     if not unpacker.eof:
         raise WireError(f"a packed message ends early or is of more than {MOST_BYTES} bytes")
-    return data
+    packed = decode_message(data)
+    if message.change is None:
+        return packed
+    if isinstance(packed, Roster):
+        return changed_roster(packed, message.change)
+    raise WireError(f"the payload with a change of a roster is a {type(packed).__name__}; expected a Roster")

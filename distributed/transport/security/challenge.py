@@ -14,7 +14,6 @@ Invariants: a side believes the other only after its valid proof. No error conta
 
 from __future__ import annotations
 
-import enum
 import hmac
 from collections.abc import Callable, Iterable
 
@@ -28,19 +27,12 @@ MIN_SECRET_BYTES = 32
 _LABEL = b"dflow shared secret, 1"
 
 
-class Side(enum.Enum):
-    """A side of the connection."""
-
-    CONNECTOR = b"connector"
-    LISTENER = b"listener"
-
-
 def challenge(
-    side: Side,
     secret: bytes,
     nonce: bytes,
     binding: bytes,
     *,
+    is_listener: bool,
     send: Callable[[bytes], None],
     receive: Callable[[], bytes],
 ) -> None:
@@ -50,24 +42,24 @@ def challenge(
     `binding`  the bytes that both ends of this connection share and no other connection has
     `receive`  returns the other side's next `MESSAGE_BYTES` bytes
     """
-    if side is Side.CONNECTOR:
+    if not is_listener:
         send(nonce)
     theirs = receive()
     if theirs == nonce:
         raise SecurityError("the other side sent this side's own nonce back")
-    nonces = (nonce, theirs) if side is Side.CONNECTOR else (theirs, nonce)
-    proofs = {
-        prover: hmac.digest(secret, covered([_LABEL, prover.value, binding, *nonces]), "sha256") for prover in Side
-    }
-    send(proofs[side] if side is Side.CONNECTOR else nonce)
-    other = Side.LISTENER if side is Side.CONNECTOR else Side.CONNECTOR
-    if not hmac.compare_digest(receive(), proofs[other]):
+    nonces = (theirs, nonce) if is_listener else (nonce, theirs)
+    own, other = (
+        hmac.digest(secret, covered([_LABEL, role, binding, *nonces]), "sha256")
+        for role in ((b"listener", b"connector") if is_listener else (b"connector", b"listener"))
+    )
+    send(nonce if is_listener else own)
+    if not hmac.compare_digest(receive(), other):
         raise SecurityError(
             "the other side does not know the shared secret, or a process in between answers; "
             "give both the same file as DFLOW_SECRET_FILE"
         )
-    if side is Side.LISTENER:
-        send(proofs[side])
+    if is_listener:
+        send(own)
 
 
 def covered(fields: Iterable[bytes]) -> bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dflow.distributed.transport.addresses import Address, TcpAddress
 from dflow.distributed.transport.security.certificates import self_signed
-from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, MIN_SECRET_BYTES, Side, challenge
+from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, MIN_SECRET_BYTES, challenge
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.private_files import read_private
 from dflow.distributed.transport.security.tls_stream import TlsStream, tls_context
@@ -73,10 +73,10 @@ class SharedSecret(SecurityPolicy):
         stream.shake_hands(deadline)
         certificate = self._server_certificate if is_server else stream.certificate()
         challenge(
-            Side.LISTENER if is_server else Side.CONNECTOR,
             self._secret,
             secrets.token_bytes(MESSAGE_BYTES),
             hashlib.sha256(certificate).digest(),
+            is_listener=is_server,
             send=lambda message: send_by(stream, [memoryview(message)], deadline, _LATE),
             receive=lambda: bytes(receive_by(stream, MESSAGE_BYTES, deadline, late=_LATE, closed=_CLOSED)),
         )

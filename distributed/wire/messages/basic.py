@@ -52,10 +52,6 @@ class Arrays(Message, frozen=True):
     arrays: tuple[ArrayInfo, ...]
 
 
-class Packed(Message, frozen=True):
-    """The message is the payload, encoded and compressed."""
-
-
 class Introduce(Request[Ok], frozen=True):
     """The sender's life in the roster: the first message over a connection to a task, and again after a change.
 

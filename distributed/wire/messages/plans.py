@@ -9,20 +9,18 @@ from dflow.distributed.wire.messages.message import Message, Notice, Request
 from dflow.lowering.state.applied_steps import StepOfRun
 
 
-class Wanted(Message, frozen=True):
-    """The indices of a plan's programs that the task does not have: send the plan again, with these."""
-
-    programs: tuple[int, ...]
-
-
 class Registered(Message, frozen=True):
-    """The handle that `RunPlan` uses for a registered plan."""
+    """The handle that `RunPlan` uses for a registered plan.
 
-    handle: int
+    `missing`  indices of the plan's programs that the task does not have: it is not registered, send it with these
+    """
+
+    handle: int = 0
+    missing: tuple[int, ...] = ()
 
 
-class RegisterPlan(Request[Registered | Wanted], frozen=True):
-    """Keep a plan for later runs; answered by `Registered`, or by `Wanted` when programs are missing.
+class RegisterPlan(Request[Registered], frozen=True):
+    """Keep a plan for later runs.
 
     `plan` is a msgspec-encoded `dflow.lowering.steps.plan.Plan`. The payload holds the exported programs one after the
     other, `program_sizes` bytes each. `programs` lists the SHA-256 of each. A program that the task already has may

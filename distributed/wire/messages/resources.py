@@ -46,17 +46,14 @@ class Fed(Message, frozen=True):
 
 
 class GetFed(Request[Fed], frozen=True):
-    """Ask a queue which elements of a feed were put in."""
+    """Ask a queue which elements of a feed were put in.
+
+    `forget`  whether the queue then forgets them: the feed has ended, and no other goes on with it
+    """
 
     key: str
     feed: str
-
-
-class ForgetFed(Request[Ok], frozen=True):
-    """Have a queue forget which elements of a feed were put in: the feed has ended, and no other goes on with it."""
-
-    key: str
-    feed: str
+    forget: bool = False
 
 
 class FailQueue(Request[Ok], frozen=True):

@@ -81,10 +81,10 @@ def change_between(earlier: Roster, later: Roster) -> RosterChange:
     return RosterChange(earlier.version, later.version, entries, tuple(known), later.epoch, mark=later.mark)
 
 
-class PackedRoster(Message, frozen=True):
-    """The roster in the payload, encoded and compressed; the receiver applies `change` to it."""
+class Packed(Message, frozen=True):
+    """The message is the payload, encoded and compressed; if that is a roster, the receiver applies `change` to it."""
 
-    change: RosterChange
+    change: RosterChange | None = None
 
 
 class Join(Request[Roster | RosterChange], frozen=True):

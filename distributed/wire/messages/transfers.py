@@ -5,16 +5,16 @@ from __future__ import annotations
 from dflow.distributed.wire.messages.message import Notice
 
 
-class Values(Notice, frozen=True):
-    """The values of an edge in a step, in the payload, whose layout the receiver's plan has."""
+class Values(Notice, frozen=True, omit_defaults=True):
+    """The values of an edge in a step, in the payload, whose layout the receiver's plan has.
+
+    `was_offered`  whether they answer a `Pull`
+    """
 
     origin: str
     step: int
     edge: str
-
-
-class PulledValues(Values, frozen=True):
-    """The values of an offer, sent after `Pull`."""
+    was_offered: bool = False
 
 
 class Offer(Notice, frozen=True):

@@ -15,7 +15,7 @@ import pytest
 import dflow
 from dflow.distributed import Async
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.task.checkpoint_messages import CaptureVariables, EndShare, ReadCapture, ShareCapture
+from dflow.distributed.task.checkpoint_messages import CaptureVariables, EndCapture, EndShare, ReadCapture
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.wire.codec import decode_arrays
 from dflow.lowering.state.store import Store
@@ -232,9 +232,9 @@ def test_a_shared_capture_is_freed_with_its_last_user() -> None:
     a, b, c = (f"/job:worker/task:{index}" for index in range(3))
     assert handled(checkpoints, ReadCapture(a, "e", ("w",)))[0].origin == ""
     handled(checkpoints, CaptureVariables(a, 5, ("w",)))
-    handled(checkpoints, ShareCapture(a, 5, "e"))
+    handled(checkpoints, EndCapture(a, 5, "e"))
     with pytest.raises(dflow.TaskLost, match="ps:0 has not captured what worker:0 shares"):
-        handled(checkpoints, ShareCapture(a, 5, "e"))
+        handled(checkpoints, EndCapture(a, 5, "e"))
     store.update("w", "assign_add", jnp.ones(2))
     left.add(c)
     for reader in (b, c):

@@ -8,14 +8,12 @@ from dflow.distributed.client.coordinator_session import (
     REJOIN,
     CoordinatorSession,
     EndLink,
-    GaveUp,
     OpenLink,
     SendRequest,
     SessionCommand,
     SessionSettings,
     Settle,
     ShowRoster,
-    Tell,
     Warn,
 )
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps
@@ -168,7 +166,7 @@ def test_a_session_gives_up_after_the_stated_time_and_says_since_when_and_why() 
     assert made.wake(69.9) == [OpenLink()]
     text = "the coordinator at c:1 is lost: it could not be reached for 62.0 s: refused"
     failure = Failure("TransportClosed", text)
-    assert made.open_failed(72.0, "refused") == [Settle(2, failure), GaveUp(text)]
+    assert made.open_failed(72.0, "refused") == [Settle(2, failure), Warn(text, gives_up=True)]
     assert made.ended == text
     assert made.ask(73.0, 3, GetStatus()) == [Settle(3, failure)]
     assert made.opened(74.0, 2) == [EndLink(2, text)]
@@ -186,7 +184,7 @@ def test_a_task_that_is_not_taken_back_is_told_why(kind: str) -> None:
     assert made.answered(1.0, 2, REJOIN, Failure(kind, "it left")) == [
         EndLink(2, text),
         Settle(2, Failure(kind, text)),
-        GaveUp(text),
+        Warn(text, gives_up=True),
     ]
 
 
@@ -199,7 +197,8 @@ def test_one_that_holds_variables_joins_anew_when_it_was_given_up_but_in_no_othe
         SendRequest(2, REJOIN, Join(WORKER0, "h:0", "life.2", "blue", 1))
     ]
     [*_, gave_up] = made.answered(1.0, 2, REJOIN, Failure("ConfigError", "another cluster"))
-    assert isinstance(gave_up, GaveUp)
+    assert isinstance(gave_up, Warn)
+    assert gave_up.gives_up
 
 
 def warnings(commands: list[SessionCommand]) -> list[str]:
@@ -232,8 +231,7 @@ def test_the_end_says_leave_and_settles_what_is_open() -> None:
     made = joined()
     made.ask(0.0, 2, GetStatus())
     assert made.end("done") == [
-        Tell(1, Leave(WORKER0, "done")),
-        EndLink(1, "done"),
+        EndLink(1, "done", Leave(WORKER0, "done")),
         Settle(2, Failure("TransportClosed", "the connection to the coordinator at c:1 was closed: done")),
     ]
     left = joined()

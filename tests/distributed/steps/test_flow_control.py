@@ -92,7 +92,7 @@ class Model:
             self.to_sender.extend(self.inflow.used("sender", size))
 
     def deliver_to_sender(self) -> None:
-        match self.to_sender.popleft().message:
+        match self.to_sender.popleft()[1]:
             case Credit(size_bytes):
                 self.outflow.credit("receiver", size_bytes)
             case Pull(_, _, edge, wanted):
@@ -178,9 +178,9 @@ def test_the_window_is_shared_by_the_senders_and_credit_comes_before_a_share_is_
         sent += 1
     assert sent * (size + COST_BYTES) <= WINDOW // 4
     credits = [one for n in range(sent) for one in inflow.used("worker", size)]
-    for credit in credits:
-        assert isinstance(credit.message, Credit)
-        outflow.credit("ps", credit.message.size_bytes)
+    for _, credit in credits:
+        assert isinstance(credit, Credit)
+        outflow.credit("ps", credit.size_bytes)
     assert outflow.pushes("ps", size)
 
 

@@ -216,12 +216,12 @@ def named(blobs: tuple[bytes, ...], sizes: tuple[int, ...], calls: int = 1) -> R
 def test_a_program_that_is_here_need_not_be_sent_again(loaded: list[tuple[bytes, int]]) -> None:
     registry = PlanRegistry(PS)
     offer = named((b"one", b"two"), (0, 0), calls=2)
-    assert registry.wanted(offer) == (0, 1)
+    assert registry.missing(offer) == (0, 1)
     add(registry, Call(0, ("w",), (), (0,), (1,)), programs=(b"one",))
-    assert registry.wanted(offer) == (1,)
-    assert registry.wanted(named((b"one", b"two"), (0, 3), calls=2)) == ()
+    assert registry.missing(offer) == (1,)
+    assert registry.missing(named((b"one", b"two"), (0, 3), calls=2)) == ()
     handle = registry.add_encoded(named((b"one", b"two"), (0, 3), calls=2), memoryview(b"two"), WORKER)
-    assert registry.wanted(offer) == ()
+    assert registry.missing(offer) == ()
     assert registry.add_encoded(offer, memoryview(b""), WORKER) == handle
     assert loaded == [(b"one", 1), (b"two", 1)]
 
@@ -253,11 +253,11 @@ def test_a_plan_is_gone_when_it_was_released_as_often_as_it_was_registered(loade
     with pytest.raises(errors.InternalError, match=f"asked to run plan {handle}, which was released"):
         registry.get(handle)
     registry.release(handle)
-    assert registry.wanted(named((b"one",), (0,))) == (), "another plan may need it soon"
+    assert registry.missing(named((b"one",), (0,))) == (), "another plan may need it soon"
     again = add(registry, call, programs=(b"one",))
     assert again != handle
     registry.release(again)
     for number in range(MOST_UNUSED):
         registry.release(add(registry, call, programs=(b"%d" % number,)))
-    assert registry.wanted(named((b"one",), (0,))) == (0,), "only the newest are kept"
+    assert registry.missing(named((b"one",), (0,))) == (0,), "only the newest are kept"
     assert len(loaded) == 1 + MOST_UNUSED

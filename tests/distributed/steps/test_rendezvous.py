@@ -20,8 +20,8 @@ def make() -> Rendezvous[str, str]:
 
 
 def outcome(commands: list[EndWait[str, str]]) -> object:
-    (command,) = commands
-    return command.outcome
+    ((_, outcome),) = commands
+    return outcome
 
 
 @pytest.mark.parametrize("delivered", [False, True])
@@ -39,7 +39,7 @@ def test_abort_ends_the_waits_of_the_step_and_drops_what_is_there_and_what_comes
     rendezvous, error = make(), StepCancelled("why")
     rendezvous.take(STEP, "a", "ps", "waiter")
     rendezvous.put(STEP, "b", "value")
-    assert rendezvous.abort(STEP, error) == [EndWait("waiter", error)]
+    assert rendezvous.abort(STEP, error) == [("waiter", error)]
     assert rendezvous.put(STEP, "a", "late") == []
     late = outcome(rendezvous.take(STEP, "b", "ps", "late waiter"))
     assert isinstance(late, StepCancelled)
@@ -95,7 +95,7 @@ def test_a_step_that_has_begun_is_not_ended_by_later_ones() -> None:
     for number in range(1, 5 * WINDOW, 2):
         rendezvous.finish(StepId("w", number))
     assert rendezvous.put(slow, "e", "value") == []
-    assert rendezvous.take(slow, "e", "ps", "waiter") == [EndWait("waiter", "value")]
+    assert rendezvous.take(slow, "e", "ps", "waiter") == [("waiter", "value")]
     rendezvous.finish(slow)
     with pytest.raises(StepCancelled):
         rendezvous.begin(slow)
@@ -219,7 +219,7 @@ def test_a_rendezvous_answers_as_a_model_of_it_does(operations: list[Operation])
     asked, answered, delivered = set(), [], 0
     for index, operation in enumerate(operations):
         commands = perform(rendezvous, index, operation)
-        ended = [(c.waiter, "error" if isinstance(c.outcome, BaseException) else c.outcome) for c in commands]
+        ended = [(waiter, "error" if isinstance(end, BaseException) else end) for waiter, end in commands]
         assert set(ended) == model.apply(index, operation)
         asked |= {index} if operation[0] == "take" else set()
         answered += [waiter for waiter, _ in ended]

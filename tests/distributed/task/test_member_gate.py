@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.task.member_gate import MOST_HELD, Arrived, MemberGate
+from dflow.distributed.task.member_gate import MOST_HELD, MemberGate
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.basic import Introduce
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
@@ -38,7 +38,7 @@ class Connection:
         if peer in gate.members:
             deliver()
         else:
-            gate.take(peer, Arrived(deliver, lambda error: self.refused.append(str(error))))
+            gate.take(peer, deliver, lambda error: self.refused.append(str(error)))
 
 
 def roster(live: int | None, last: int) -> Roster:
@@ -116,7 +116,7 @@ def test_a_message_that_fails_does_not_stop_those_behind_it(caplog: pytest.LogCa
     def refuse(error: TaskLost) -> None:
         raise error
 
-    gate.take(cast(Peer, connection), Arrived(fail, refuse))
+    gate.take(cast(Peer, connection), fail, refuse)
     connection.send(gate)
     show(gate, roster(0, 0))
     assert connection.delivered == [1]

@@ -12,11 +12,11 @@ import pytest
 from dflow.distributed.transport.base import Handler, Listener, Peer, RefuseAll, Reply, Responder
 from dflow.distributed.transport.link import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.wire.large_message import pack
-from dflow.distributed.wire.messages.basic import Failure, Introduce, Ok, Packed
+from dflow.distributed.wire.messages.basic import Failure, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan
-from dflow.distributed.wire.messages.roster import Heartbeat, Join, Roster, TaskInfo
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Packed, Roster, TaskInfo
 from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.lowering.values.alignment import ALIGNMENT_BYTES
 from dflow.tracing import errors
@@ -337,7 +337,7 @@ def test_a_reply_is_told_before_what_comes_after_it(kind: Kind) -> None:
 
 def test_a_reply_that_the_request_does_not_declare_is_an_error(serve: Serve) -> None:
     peer, _ = serve(Recorder(lambda peer, message, payload, responder: responder.reply(Placed("elsewhere"))))
-    text = "server answered RegisterPlan with Placed; expected Registered or Wanted; install the same dflow on both"
+    text = "server answered RegisterPlan with Placed; expected Registered; install the same dflow on both"
     with pytest.raises(errors.WireError, match=text):
         peer.call(RegisterPlan(b"", ()), timeout_s=DEADLINE_S)
 

@@ -47,14 +47,14 @@ class End:
             self.outbox.append(OnWire(number, self.session.say_received(), text, size_bytes))
 
     def hear(self, frame: OnWire) -> None:
-        self.released += [text for _, text, _ in self.session.acknowledge(frame.acknowledged)]
+        self.released += [kept.item[1] for kept in self.session.acknowledge(frame.acknowledged)]
         if frame.number and self.session.receive(frame.number, frame.size_bytes):
             self.heard.append(frame.text)
         if self.session.ack_due:
             self.outbox.append(OnWire(0, self.session.say_received(), "", 0))
 
     def resume(self, peer_received: int) -> None:
-        self.released += [text for _, text, _ in self.session.resume(peer_received)]
+        self.released += [kept.item[1] for kept in self.session.resume(peer_received)]
         for number, text, size_bytes in [kept.item for kept in self.session.retained]:
             self.outbox.append(OnWire(number, self.session.say_received(), text, size_bytes))
 
@@ -170,7 +170,7 @@ def test_the_end_gives_back_what_is_retained() -> None:
     session: Session[str] = Session()
     session.send("a", 10)
     session.send("b", 10)
-    assert session.end() == ["a", "b"]
+    assert [kept.item for kept in session.end()] == ["a", "b"]
     assert session.retained_bytes == 0
     assert session.end() == []
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from dflow.distributed.wire import large_message
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.large_message import LARGE_ROSTER, RosterPacker, pack, unpack
-from dflow.distributed.wire.messages.basic import Ok, Packed
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.message import Mark
-from dflow.distributed.wire.messages.roster import PackedRoster, Roster, RosterChange, TaskInfo
+from dflow.distributed.wire.messages.roster import Packed, Roster, RosterChange, TaskInfo
 from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.errors import WireError
 from tests.effort import examples
@@ -85,12 +85,12 @@ def test_what_goes_to_many_is_a_payload_and_what_is_small_is_not() -> None:
         (Packed(), b"not compressed", "a packed message cannot be decompressed"),
         (Packed(), zlib.compress(encode_message(Ok()))[:-3], "a packed message ends early"),
         (Packed(), zlib.compress(bytes(1001)), "is of more than 1000 bytes"),
-        (PackedRoster(RosterChange(0, 0, ())), zlib.compress(encode_message(Ok())), "of a PackedRoster is a Ok"),
+        (Packed(RosterChange(0, 0, ())), zlib.compress(encode_message(Ok())), "with a change of a roster is a Ok"),
     ],
     ids=["garbage", "short", "bomb", "another message"],
 )
 def test_a_payload_that_is_no_such_message_is_refused(
-    message: Packed | PackedRoster, payload: bytes, why: str, monkeypatch: pytest.MonkeyPatch
+    message: Packed, payload: bytes, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(large_message, "MOST_BYTES", 1000)
     with pytest.raises(WireError, match=why):

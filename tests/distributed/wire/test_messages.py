@@ -5,13 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from dflow.distributed.wire.codec import MESSAGES
-from dflow.distributed.wire.messages.basic import Failure, Hello, Packed
+from dflow.distributed.wire.messages.basic import Failure, Hello
 from dflow.distributed.wire.messages.message import Marked, Message, Notice, Request
-from dflow.distributed.wire.messages.plans import Registered, RegisterPlan, Wanted
-from dflow.distributed.wire.messages.roster import PackedRoster
+from dflow.distributed.wire.messages.roster import Join, Packed, Roster, RosterChange
 
 #: The messages of a transport itself, and an answer that any request may get.
-OF_TRANSPORTS = {Hello, Packed, PackedRoster, Failure}
+OF_TRANSPORTS = {Hello, Packed, Failure}
 
 
 def test_every_message_is_gathered() -> None:
@@ -33,7 +32,7 @@ def test_a_message_declares_what_it_has(message: type[Message]) -> None:
 
 
 def test_the_replies_are_read_from_the_base() -> None:
-    assert RegisterPlan.replies == (Registered, Wanted)
+    assert Join.replies == (Roster, RosterChange)
 
 
 def kinds_of(kind: type[Message]) -> Iterator[type[Message]]:

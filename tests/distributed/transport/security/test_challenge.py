@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, Side, challenge, covered
+from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, challenge, covered
 from dflow.tracing.errors import SecurityError
 from tests.effort import examples
 
@@ -22,7 +22,7 @@ BINDING = b"certificate"
 class Knows(NamedTuple):
     """One side, and what it knows of the connection."""
 
-    side: Side
+    is_listener: bool
     nonce: bytes
     secret: bytes = SECRET
     binding: bytes = BINDING
@@ -32,7 +32,9 @@ class Knows(NamedTuple):
         said: list[bytes] = []
         receive = partial(next, iter(told))
         try:
-            challenge(self.side, self.secret, self.nonce, self.binding, send=said.append, receive=receive)
+            challenge(
+                self.secret, self.nonce, self.binding, is_listener=self.is_listener, send=said.append, receive=receive
+            )
         except StopIteration:
             return said, "waits"
         except SecurityError as error:
@@ -40,7 +42,7 @@ class Knows(NamedTuple):
         return said, ""
 
 
-CONNECTOR, LISTENER = Knows(Side.CONNECTOR, b"c" * MESSAGE_BYTES), Knows(Side.LISTENER, b"l" * MESSAGE_BYTES)
+CONNECTOR, LISTENER = Knows(False, b"c" * MESSAGE_BYTES), Knows(True, b"l" * MESSAGE_BYTES)
 
 
 def meet(connector: Knows, listener: Knows) -> tuple[str, str]:
@@ -54,7 +56,7 @@ def meet(connector: Knows, listener: Knows) -> tuple[str, str]:
 
 @given(NONCES, NONCES, st.binary(min_size=32, max_size=64), st.binary(max_size=40))
 def test_two_who_know_the_secret_believe_each_other(one: bytes, two: bytes, secret: bytes, binding: bytes) -> None:
-    why = meet(Knows(Side.CONNECTOR, one, secret, binding), Knows(Side.LISTENER, two, secret, binding))
+    why = meet(Knows(False, one, secret, binding), Knows(True, two, secret, binding))
     if one == two:
         assert "own nonce" in why[1]
     else:
@@ -65,7 +67,7 @@ def test_two_who_know_the_secret_believe_each_other(one: bytes, two: bytes, secr
     ("secret", "binding"), [(OTHER_SECRET, BINDING), (SECRET, b"the certificate of one in the middle")]
 )
 def test_another_secret_or_another_connection_is_believed_by_neither(secret: bytes, binding: bytes) -> None:
-    of_connector, of_listener = meet(CONNECTOR, Knows(Side.LISTENER, b"l" * MESSAGE_BYTES, secret, binding))
+    of_connector, of_listener = meet(CONNECTOR, Knows(True, b"l" * MESSAGE_BYTES, secret, binding))
     assert "does not know the shared secret, or a process in between answers" in of_listener
     assert of_connector == "waits"
 
