@@ -11,7 +11,7 @@ import msgspec
 
 from dflow.calls.shared_traces import TRACED, SharedTraces
 from dflow.calls.trace_log import TraceRecord
-from dflow.distributed.observe.function_source import FunctionSource, missing_function
+from dflow.distributed.observe.task_observer import FunctionSource, missing_function
 from dflow.distributed.wire.messages.functions import (
     FunctionGraph,
     FunctionInfo,

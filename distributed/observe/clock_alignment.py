@@ -17,21 +17,10 @@ from typing import NamedTuple
 OURS = ""
 
 
-class ClockSample(NamedTuple):
-    """A round trip: by our clock from `asked_ns` to `heard_ns`, while the other clock reported `told_ns`."""
-
-    asked_ns: int
-    told_ns: int
-    heard_ns: int
-
-
-class Crossing(NamedTuple):
-    """A value left `source` at `sent_ns` and reached `destination` at `received_ns`, each by the task's own clock."""
-
-    source: str
-    sent_ns: int
-    destination: str
-    received_ns: int
+#: A round trip, in ns: when we asked by our clock, what the other clock reported, and when we heard it by ours.
+ClockSample = tuple[int, int, int]
+#: A value: its source, when it left, its destination, and when it arrived there, in ns by the clock of each task.
+Crossing = tuple[str, int, str, int]
 
 
 class Offset(NamedTuple):
@@ -62,8 +51,8 @@ def _bounds_of_trips(samples: Mapping[str, Sequence[ClockSample]]) -> dict[tuple
     """By (one, other): upper bound of the other's offset minus the one's; our offset is 0."""
     found = {}
     for task, trips in samples.items():
-        found[OURS, task] = min(trip.told_ns - trip.asked_ns for trip in trips)
-        found[task, OURS] = min(trip.heard_ns - trip.told_ns for trip in trips)
+        found[OURS, task] = min(told_ns - asked_ns for asked_ns, told_ns, _ in trips)
+        found[task, OURS] = min(heard_ns - told_ns for _, told_ns, heard_ns in trips)
     return found
 
 
@@ -71,12 +60,11 @@ def _bounds_of_crossings(
     samples: Mapping[str, Sequence[ClockSample]], crossings: Iterable[Crossing]
 ) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
-    for crossing in crossings:
-        key = (crossing.source, crossing.destination)
-        if key[0] in samples and key[1] in samples and key[0] != key[1]:
+    for source, sent_ns, destination, received_ns in crossings:
+        if source in samples and destination in samples and source != destination:
             # One less, so that it also holds for midpoints rounded to whole ns.
-            bound = crossing.received_ns - crossing.sent_ns - 1
-            found[key] = min(found.get(key, bound), bound)
+            bound = received_ns - sent_ns - 1
+            found[source, destination] = min(found.get((source, destination), bound), bound)
     return found
 
 
@@ -95,6 +83,5 @@ def _shortest_paths(bounds: _Bounds, tasks: Iterable[str]) -> dict[str, int] | N
 
 
 def _by_shortest(trips: Sequence[ClockSample]) -> Offset:
-    best = min(trips, key=lambda trip: trip.heard_ns - trip.asked_ns)
-    halfway, took = (best.asked_ns + best.heard_ns) // 2, best.heard_ns - best.asked_ns
-    return Offset(best.told_ns - halfway, -(-took // 2))
+    asked_ns, told_ns, heard_ns = min(trips, key=lambda trip: trip[2] - trip[0])
+    return Offset(told_ns - (asked_ns + heard_ns) // 2, -((asked_ns - heard_ns) // 2))

@@ -114,7 +114,7 @@ def flight_text(events: Sequence[Event], now_ns: int) -> str:
     Texts from other tasks are escaped, so that they cannot imitate lines of this text.
     """
     lines = ["under way:", *(_under_way(events, now_ns) or ["  nothing"]), "", "events:"]
-    lines += [f"{_age(event.at_ns, now_ns)}  {_said(event)}" for event in events]
+    lines += [f"{(event.at_ns - now_ns) / 1e9:12.6f}  {_said(event)}" for event in events]
     return "\n".join(lines) + "\n"
 
 
@@ -169,10 +169,6 @@ def _after(text: str) -> str:
 def _plain(text: str) -> str:
     """Escape a text that is not printable, so that it stays on one line."""
     return text.encode("unicode_escape").decode() if not text.isprintable() else text
-
-
-def _age(at_ns: int, now_ns: int) -> str:
-    return f"{(at_ns - now_ns) / 1e9:12.6f}"
 
 
 def _seconds(since_ns: int, now_ns: int) -> str:

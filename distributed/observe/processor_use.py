@@ -12,16 +12,6 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class ProcessorUse:
-    """Use of the processor since the start of the process; see `TaskUsage` for the fields."""
-
-    python_s: float
-    other_s: float
-    wakeups: int
 
 
 def processor_time() -> tuple[float, int]:
@@ -30,12 +20,15 @@ def processor_time() -> tuple[float, int]:
     return time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
 
 
-def processor_use() -> ProcessorUse:
-    """Return the processor time by kind of thread; takes about 1 us for each thread of the process."""
+def processor_use() -> tuple[float, float, int]:
+    """Return the processor time of Python's threads and of others, in s since the start, and the number of wake-ups.
+
+    It takes about 1 us for each thread of the process.
+    """
     total_s, wakeups = processor_time()
     own = {thread.native_id for thread in threading.enumerate() if thread.native_id is not None}
     other_s = time_of_others(map(int, os.listdir("/proc/self/task")), own, thread_time)
-    return ProcessorUse(total_s - other_s, other_s, wakeups)
+    return total_s - other_s, other_s, wakeups
 
 
 def time_of_others(threads: Iterable[int], own: Collection[int], time_of: Callable[[int], float]) -> float:

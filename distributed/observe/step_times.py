@@ -86,8 +86,8 @@ def step_times(events: Events, offsets: Mapping[str, Offset]) -> list[StepTimes]
     sent = sent_messages(events)
     found: dict[tuple[str, str], list[_Step]] = defaultdict(list)
     for task, own in events.items():
-        for step in _steps_at(task, own, sent, offsets):
-            found[split_task_name(step.starter)[0], task].append(step)
+        for starter, step in _steps_at(task, own, sent, offsets):
+            found[split_task_name(starter)[0], task].append(step)
     order = sorted(found, key=lambda key: (key[0], split_task_name(key[1])))
     return [_mean(starters, task, found[starters, task]) for starters, task in order]
 
@@ -121,27 +121,23 @@ def _of_edge(
     )
 
 
-@dataclass
-class _Step:
-    starter: str
-    took_us: float
-    division: Division
-    sent: list[SentMessage]
+#: A step at a task: how its time divides, and the messages that the task sent.
+_Step = tuple[Division, list[SentMessage]]
 
 
 def _mean(starters: str, task: str, steps: list[_Step]) -> StepTimes:
-    steps.sort(key=lambda step: step.took_us)
+    divisions = sorted((division for division, _ in steps), key=sum)
     quarter = len(steps) // 4
-    middle = steps[quarter : len(steps) - quarter]
+    middle = divisions[quarter : len(steps) - quarter]
     return StepTimes(
         task,
         starters,
         len(steps),
-        fmean(step.took_us for step in middle),
-        Division(*(fmean(times) for times in zip(*(step.division for step in middle), strict=True))),
-        fmean(len(step.sent) for step in steps),
-        fmean(sum(one.values for one in step.sent) for step in steps),
-        fmean(sum(one.sent.size_bytes for one in step.sent) for step in steps),
+        fmean(map(sum, middle)),
+        Division(*map(fmean, zip(*middle, strict=True))),
+        fmean(len(sent) for _, sent in steps),
+        fmean(sum(one.values for one in sent) for _, sent in steps),
+        fmean(sum(one.sent.size_bytes for one in sent) for _, sent in steps),
     )
 
 
@@ -150,8 +146,8 @@ _StepKey = tuple[str, int]
 
 def _steps_at(
     task: str, own: Sequence[Event], sent: Iterable[SentMessage], offsets: Mapping[str, Offset]
-) -> Iterable[_Step]:
-    """Yield the complete steps of a task; all times are by its clock."""
+) -> Iterable[tuple[str, _Step]]:
+    """Yield the complete steps of a task, each with the task that started it; all times are by the task's clock."""
     of_step: dict[_StepKey, list[Span]] = defaultdict(list)
     for span in spans(own):
         of_step[span.began.origin, span.began.step].append(span)
@@ -167,8 +163,7 @@ def _steps_at(
         if whole is not None:
             ahead = {one.source: offsets[task].offset_ns - offsets[one.source].offset_ns for one in incoming[key]}
             activities = _activities(found, whole, outgoing[key], incoming[key], ahead)
-            division = divide(whole, activities)
-            yield _Step(key[0], (whole[1] - whole[0]) / 1e3, division, outgoing[key])
+            yield key[0], (divide(whole, activities), outgoing[key])
 
 
 Interval = tuple[int, int]
@@ -183,23 +178,13 @@ def _whole(found: Sequence[Span]) -> Interval | None:
     return None
 
 
-class Activities(NamedTuple):
-    """What happened at a task in a step, as intervals in ns that may overlap.
+def divide(whole: Interval, activities: Sequence[Sequence[Interval]]) -> Division:
+    """Divide the time of a step at a task, in ns, by what happened there, as intervals that may overlap.
 
-    xla, sending, python  work, as in the description of this file
-    missing               an awaited value has not arrived, or a part of the step on another task has not ended
-    flying                a message for the task has left another one, and has not arrived
+    activities  xla, sending and python, as in the description of this file; missing: an awaited value has not arrived,
+                or a part of the step on another task has not ended; flying: a message for the task has left another
+                one, and has not arrived
     """
-
-    xla: Sequence[Interval] = ()
-    sending: Sequence[Interval] = ()
-    python: Sequence[Interval] = ()
-    missing: Sequence[Interval] = ()
-    flying: Sequence[Interval] = ()
-
-
-def divide(whole: Interval, activities: Activities) -> Division:
-    """Divide the time of a step, in ns, by activities."""
     changes = sorted(
         (min(max(at_ns, whole[0]), whole[1]), kind, change)
         for kind, intervals in enumerate(activities)
@@ -233,8 +218,8 @@ def _activities(
     outgoing: Iterable[SentMessage],
     incoming: Sequence[SentMessage],
     ahead: Mapping[str, int],
-) -> Activities:
-    """Return the activities of a step at a task; `ahead` is by how many ns its clock is ahead of another task's."""
+) -> Sequence[Sequence[Interval]]:
+    """Return the activities for `divide`; `ahead` is by how many ns the task's clock is ahead of another task's."""
     xla, python, missing = [], [], []
     arrived = {one.sent.name: one.received.at_ns for one in incoming if one.received is not None}
     for span in found:
@@ -253,4 +238,4 @@ def _activities(
             missing.append((ended_ns, whole[1]))
     sending = [(one.began_ns, one.sent.at_ns) for one in outgoing]
     flying = [(one.began_ns + ahead[one.source], one.received.at_ns) for one in incoming if one.received is not None]
-    return Activities(xla, sending, python, missing, flying)
+    return xla, sending, python, missing, flying

@@ -12,10 +12,16 @@ from typing import cast
 
 import msgspec
 
-from dflow.distributed.observe.function_source import FunctionSource, NoFunctions
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
-from dflow.distributed.wire.messages.functions import ListFunctions, ListTraces, ReadGraph
+from dflow.distributed.wire.messages.functions import (
+    FunctionGraph,
+    Functions,
+    FunctionTraces,
+    ListFunctions,
+    ListTraces,
+    ReadGraph,
+)
 from dflow.distributed.wire.messages.message import Answer, Message, Request
 from dflow.distributed.wire.messages.observing import (
     ClockTold,
@@ -29,7 +35,7 @@ from dflow.distributed.wire.messages.observing import (
 )
 from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.lowering.steps.recorder import Recorder
-from dflow.tracing.errors import WireError
+from dflow.tracing.errors import GraphNameError, WireError
 
 #: Limits of a trace: number of events kept, and duration in s.
 MOST_EVENTS = 1_000_000
@@ -40,6 +46,32 @@ Observation = GetClock | StartTrace | StopTrace | GetTaskState | ListFunctions |
 ON_THREADS: tuple[type[Observation], ...] = (StartTrace, StopTrace, GetTaskState, ListFunctions, ListTraces, ReadGraph)
 
 
+class FunctionSource:
+    """The compiled functions of a process: here none, as of a process that runs no code of the user.
+
+    The layers above know them. Thread-safe; nothing is made before it is asked for.
+    """
+
+    def functions(self) -> Functions:
+        """List the functions, the most recently traced first."""
+        return Functions()
+
+    def traces(self, number: int) -> FunctionTraces:
+        """List the traces of the function with the id `number`. Raises GraphNameError if there is none."""
+        raise missing_function(number)
+
+    def graph(self, number: int, trace: int) -> tuple[FunctionGraph, bytes]:
+        """Return the graph of a trace (0: the newest) as JSON. Raises GraphNameError if it is not kept."""
+        raise missing_function(number)
+
+
+def missing_function(number: int) -> GraphNameError:
+    """Return the error for a function that is not there, or is no longer."""
+    return GraphNameError(
+        f"function {number}: expected one that this process keeps, got a number of none", "list its functions again"
+    )
+
+
 class TaskObserver:
     """Answers observations of the task whose events are in `recorder`; thread-safe."""
 
@@ -48,7 +80,7 @@ class TaskObserver:
     ) -> None:
         self._recorder, self._state, self._usage = recorder, state, usage
         #: The compiled functions of the process.
-        self.functions: FunctionSource = NoFunctions()
+        self.functions = FunctionSource()
         self._lock = threading.Lock()
         self._ends: Stoppable | None = None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from dflow.distributed.observe.clock_alignment import Crossing, Offset
 from dflow.distributed.observe.message_times import MessageKey, SentMessage, key_of, sent_messages
@@ -65,7 +65,7 @@ def first_steps(events: Events, steps: int | None) -> dict[str, list[Event]]:
 def crossings(events: Events) -> list[Crossing]:
     """The messages whose sending and arrival were both recorded."""
     return [
-        Crossing(one.source, one.began_ns, one.destination, one.received.at_ns)
+        (one.source, one.began_ns, one.destination, one.received.at_ns)
         for one in sent_messages(events)
         if one.received is not None
     ]
@@ -81,13 +81,12 @@ def trace_of(events: Events, offsets: Mapping[str, Offset]) -> dict[str, Any]:
     ]
     start_ns = min(times, default=0)
     messages = {
-        key_of(one.source, one.sent): _DrawnMessage(number, one, _flight_ns(one, offsets))
+        key_of(one.source, one.sent): (number, one, _flight_ns(one, offsets))
         for number, one in enumerate(sent_messages(events), 1)
     }
     found: list[dict[str, Any]] = []
     for pid, task in enumerate(tasks, 1):
-        own = _Process(task, pid, start_ns + offsets[task].offset_ns, messages)
-        found += own.told(events[task])
+        found += _of_task(task, pid, start_ns + offsets[task].offset_ns, events[task], messages)
     clocks = {
         short_task_name(task): {
             "ahead of ours by us": offsets[task].offset_ns / 1e3,
@@ -107,10 +106,8 @@ def _flight_ns(message: SentMessage, offsets: Mapping[str, Offset]) -> int:
     return max(message.received.at_ns - ahead_ns - message.began_ns, sending_ns)
 
 
-class _DrawnMessage(NamedTuple):
-    number: int
-    message: SentMessage
-    flight_ns: int
+#: A message with its number in the trace, and the time that it took, in ns.
+_DrawnMessage = tuple[int, SentMessage, int]
 
 
 @dataclass(frozen=True)
@@ -124,57 +121,55 @@ class _Slice:
     arrow: Mapping[str, Any] | None = None
 
 
-class _Process:
-    """One task of the trace. `zero_ns` is the start of the trace by the task's clock."""
+def _of_task(
+    task: str, pid: int, zero_ns: int, events: Sequence[Event], messages: Mapping[MessageKey, _DrawnMessage]
+) -> list[dict[str, Any]]:
+    """Return the trace of one task; `zero_ns` is the start of the whole trace by the task's clock."""
 
-    def __init__(self, task: str, pid: int, zero_ns: int, messages: Mapping[MessageKey, _DrawnMessage]) -> None:
-        self._task, self._pid, self._zero_ns, self._messages = task, pid, zero_ns, messages
+    def at(at_ns: int, tid: int) -> dict[str, Any]:
+        return {"ts": (at_ns - zero_ns) / 1e3, "pid": pid, "tid": tid}
 
-    def told(self, events: Sequence[Event]) -> list[dict[str, Any]]:
-        last_ns = max((event.at_ns for event in events), default=0)
-        messages = [self._message(event) for event in events if event.what in (SENT, RECEIVED)]
-        lanes = _in_lanes([*(each for span in spans(events) for each in _slices_of(span, last_ns)), *messages])
-        found = [self._meta("process_name", 0, name=short_task_name(self._task))]
-        found.append(self._meta("process_sort_index", 0, sort_index=self._pid))
-        for tid, (track, slices) in enumerate(lanes, 1):
-            found.append(self._meta("thread_name", tid, name=track))
-            found.append(self._meta("thread_sort_index", tid, sort_index=tid))
-            for each in slices:
-                took_us = (each.end_ns - each.start_ns) / 1e3
-                about = {"name": each.name, "cat": track, "ph": "X", "dur": took_us, "args": dict(each.about)}
-                found.append({**about, **self._at(each.start_ns, tid)})
-                if each.arrow:
-                    found.append({**each.arrow, **self._at(each.start_ns, tid)})
-        for event in events:
-            if event.what in _INSTANTS:
-                said = ": ".join(text for text in (event.what, short_task_name(event.peer), event.text) if text)
-                found.append({"name": said, "cat": "cluster", "ph": "i", "s": "p", **self._at(event.at_ns, 0)})
-        return found
+    def meta(what: str, tid: int, **about: Any) -> dict[str, Any]:
+        return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": about}
 
-    def _message(self, event: Event) -> _Slice:
-        """A slice for the way of a message that was sent here, or for an arrival."""
-        is_sent = event.what == SENT
-        about: dict[str, Any] = {"step": _step(event), "message": event.name, "bytes": event.size_bytes}
-        arrow = None
-        length_ns = event.at_ns - (event.began_ns or event.at_ns) if is_sent else _ARRIVAL_NS
-        if (found := self._messages.get(key_of(self._task, event))) is not None:
-            if found.message.values:
-                about["values"] = found.message.values
-            if found.message.received is not None:
-                way = {"ph": "s"} if is_sent else {"ph": "f", "bp": "e"}
-                arrow = {"name": event.name, "cat": MESSAGES, "id": found.number, **way}
-            if is_sent:
-                about["sending us"] = length_ns / 1e3
-                length_ns = found.flight_ns
-        name = f"{event.name} {'to' if is_sent else 'from'} {short_task_name(event.peer)}"
-        began_ns = event.began_ns or event.at_ns
-        return _Slice(MESSAGES, name, began_ns, began_ns + length_ns, about, arrow)
+    last_ns = max((event.at_ns for event in events), default=0)
+    drawn = [_slice_of_message(task, event, messages) for event in events if event.what in (SENT, RECEIVED)]
+    lanes = _in_lanes([*(each for span in spans(events) for each in _slices_of(span, last_ns)), *drawn])
+    found = [meta("process_name", 0, name=short_task_name(task)), meta("process_sort_index", 0, sort_index=pid)]
+    for tid, (track, slices) in enumerate(lanes, 1):
+        found += [meta("thread_name", tid, name=track), meta("thread_sort_index", tid, sort_index=tid)]
+        for each in slices:
+            took_us = (each.end_ns - each.start_ns) / 1e3
+            about = {"name": each.name, "cat": track, "ph": "X", "dur": took_us, "args": dict(each.about)}
+            found.append({**about, **at(each.start_ns, tid)})
+            if each.arrow:
+                found.append({**each.arrow, **at(each.start_ns, tid)})
+    for event in events:
+        if event.what in _INSTANTS:
+            said = ": ".join(text for text in (event.what, short_task_name(event.peer), event.text) if text)
+            found.append({"name": said, "cat": "cluster", "ph": "i", "s": "p", **at(event.at_ns, 0)})
+    return found
 
-    def _at(self, at_ns: int, tid: int) -> dict[str, Any]:
-        return {"ts": (at_ns - self._zero_ns) / 1e3, "pid": self._pid, "tid": tid}
 
-    def _meta(self, what: str, tid: int, **about: Any) -> dict[str, Any]:
-        return {"name": what, "ph": "M", "ts": 0, "pid": self._pid, "tid": tid, "args": about}
+def _slice_of_message(task: str, event: Event, messages: Mapping[MessageKey, _DrawnMessage]) -> _Slice:
+    """Return the slice for the way of a message that the task sent, or for an arrival there."""
+    is_sent = event.what == SENT
+    about: dict[str, Any] = {"step": _step(event), "message": event.name, "bytes": event.size_bytes}
+    arrow = None
+    began_ns = event.began_ns or event.at_ns
+    length_ns = event.at_ns - began_ns if is_sent else _ARRIVAL_NS
+    if (found := messages.get(key_of(task, event))) is not None:
+        number, message, flight_ns = found
+        if message.values:
+            about["values"] = message.values
+        if message.received is not None:
+            way = {"ph": "s"} if is_sent else {"ph": "f", "bp": "e"}
+            arrow = {"name": event.name, "cat": MESSAGES, "id": number, **way}
+        if is_sent:
+            about["sending us"] = length_ns / 1e3
+            length_ns = flight_ns
+    name = f"{event.name} {'to' if is_sent else 'from'} {short_task_name(event.peer)}"
+    return _Slice(MESSAGES, name, began_ns, began_ns + length_ns, about, arrow)
 
 
 def _slices_of(span: Span, last_ns: int) -> list[_Slice]:

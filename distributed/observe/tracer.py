@@ -10,15 +10,15 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
 from dflow.distributed.observe.clock_alignment import ClockSample, Offset, align
 from dflow.distributed.observe.step_times import MessageTimes, StepTimes, message_times, step_times
+from dflow.distributed.observe.task_observer import TaskObserver
 from dflow.distributed.observe.trace_file import crossings, first_steps, trace_of
 from dflow.distributed.process.run_folder import write_whole_file
-from dflow.distributed.transport.base import Reply
+from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, StartTrace, StopTrace
 from dflow.lowering.steps.step_events import Event
@@ -33,12 +33,8 @@ ANSWER_S = 30.0
 POLL_S = 0.02
 
 
-class Observed(Protocol):
-    """A task that answers an `Observation`: a `Peer`, or the `TaskObserver` of a task in this process."""
-
-    def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
-        """See `Peer.call`."""
-        ...
+#: A task that answers an `Observation`: another one, or one in this process.
+Observed = Peer | TaskObserver
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ class Tracer:
                 found, heard_ns = self._ask(task, GetClock()), time.monotonic_ns()
                 if found is None:
                     break
-                self._samples.setdefault(task, []).append(ClockSample(asked_ns, found.message.at_ns, heard_ns))
+                self._samples.setdefault(task, []).append((asked_ns, found.message.at_ns, heard_ns))
 
     def _ask_all(self, message: Request[Answer]) -> dict[str, Answer]:
         found = {task: self._ask(task, message) for task in tuple(self._tasks)}

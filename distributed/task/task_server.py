@@ -256,11 +256,9 @@ class TaskServer:
 
     def usage(self) -> TaskUsage:
         """Processor time of this process, and values sent by this task, since their start."""
-        used, sent = processor_use(), self.traffic()
+        sent = self.traffic()
         return TaskUsage(
-            used.python_s,
-            used.other_s,
-            used.wakeups,
+            *processor_use(),
             messages=sum(entry.messages for entry in sent),
             values=sum(entry.values for entry in sent),
             size_bytes=sum(entry.size_bytes for entry in sent),

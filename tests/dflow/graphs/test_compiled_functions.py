@@ -15,7 +15,7 @@ import pytest
 import dflow
 from dflow.calls.shared_traces import TRACED, SharedTraces
 from dflow.calls.trace_log import TraceLog
-from dflow.distributed.observe.function_source import NoFunctions
+from dflow.distributed.observe.task_observer import FunctionSource
 from dflow.distributed.wire.messages.functions import FunctionInfo, Functions
 from dflow.graphs import compiled_functions
 from dflow.graphs.compiled_functions import CompiledFunctions
@@ -98,10 +98,10 @@ def test_a_function_without_a_graph_is_an_error_with_a_remedy() -> None:
     del dropped
     gc.collect()
     assert info.id not in TRACED
-    for source in (SOURCE, NoFunctions()):
+    for source in (SOURCE, FunctionSource()):
         with pytest.raises(GraphNameError, match=f"function {info.id}: expected one that this process keeps"):
             source.traces(info.id)
-    assert NoFunctions().functions() == Functions()
+    assert FunctionSource().functions() == Functions()
 
 
 def test_lists_and_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

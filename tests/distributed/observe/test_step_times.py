@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.distributed.observe.clock_alignment import Offset
-from dflow.distributed.observe.step_times import Activities, Division, Interval, divide, message_times, step_times
+from dflow.distributed.observe.step_times import Division, Interval, divide, message_times, step_times
 from dflow.lowering.steps.step_events import (
     COMPUTED,
     ITEM_BEGAN,
@@ -33,14 +33,13 @@ INTERVALS = st.lists(st.tuples(st.integers(-20, 120), st.integers(-20, 120)), ma
 def test_the_parts_add_up_to_the_step_and_each_moment_counts_once(
     found: tuple[list[Interval], ...], end_ns: int
 ) -> None:
-    activities = Activities(*found)
-    division = divide((0, end_ns), activities)
+    division = divide((0, end_ns), found)
     assert sum(division) == pytest.approx(end_ns / 1e3)
     expected = dict.fromkeys(Division._fields, 0)
     for at_ns in range(end_ns):
         running = {
             name: any(start <= at_ns < end for start, end in intervals)
-            for name, intervals in activities._asdict().items()
+            for name, intervals in zip(("xla", "sending", "python", "missing", "flying"), found, strict=True)
         }
         first = next((name for name in ("xla", "sending", "python") if running[name]), "")
         late = ("wire" if running["flying"] else "waiting") if running["missing"] else "python"
