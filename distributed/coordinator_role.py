@@ -14,10 +14,8 @@ from dflow.distributed.coordinator.coordinator import Coordinator, serve_coordin
 from dflow.distributed.coordinator.coordinator_part import CoordinatorPart
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.decisions import Decisions
-from dflow.distributed.coordinator.elections import Elections
-from dflow.distributed.coordinator.part_costs import CostTotals
 from dflow.distributed.coordinator.progress_watch import ProgressWatch
-from dflow.distributed.coordinator.traffic_totals import TrafficTotals
+from dflow.distributed.coordinator.task_totals import TaskTotals
 from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.step_pauses import StepPauses
 from dflow.distributed.training.reported_results import ReportedResults
@@ -27,9 +25,7 @@ from dflow.distributed.training.step_comparisons import StepComparisons
 #: A pause comes before what is decided in it, and progress before the claims that it counts.
 COORDINATOR_PARTS: tuple[type[CoordinatorPart], ...] = (
     ProgressWatch,
-    TrafficTotals,
-    CostTotals,
-    Elections,
+    TaskTotals,
     Decisions,
     Barriers,
     StepComparisons,

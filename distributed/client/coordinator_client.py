@@ -16,7 +16,7 @@ from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.coordinator.progress_watch import describe_task
-from dflow.distributed.coordinator.traffic_totals import largest
+from dflow.distributed.coordinator.task_totals import largest
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce

@@ -8,7 +8,7 @@ Invariants:
 - the changes of an event are written to the store before its commands are carried out; events that arrive during a
   write are written together;
 - when a write fails, the changes are written later (`surviving_store`), and commands that depend on changes that may
-  not be lost wait until then (`held_commands`);
+  not be lost wait until then (`CoordinatorState.waits`);
 - when an event or command raises an unexpected error, the coordinator answers nothing more and ends, so that the next
   one resumes from the last write;
 - carrying out a command never waits for a peer.
@@ -210,7 +210,7 @@ class Coordinator:
         if is_durable:
             held, self._held = self._held, []
             return [*held, *commands]
-        unwritten = self._store.unwritten
+        unwritten = self._store.pending
         self._held += (command for command in commands if self._state.waits(command, unwritten))
         return [command for command in commands if not self._state.waits(command, unwritten)]
 

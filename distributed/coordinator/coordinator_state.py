@@ -40,14 +40,13 @@ from dflow.distributed.coordinator.coordinator_part import (
     CoordinatorSettings,
     Received,
 )
-from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes, replacing
-from dflow.distributed.coordinator.held_commands import waits
+from dflow.distributed.coordinator.durable_records import SHELL, DurableRecords, apply_changes, replacing
 from dflow.distributed.coordinator.membership import MembershipCommand, ReleaseTask
-from dflow.distributed.coordinator.state_marks import StateMarks
+from dflow.distributed.coordinator.state_marks import REVISION, StateMarks
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.message import Marked, Message
-from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
+from dflow.distributed.wire.messages.placement import PlacedAll, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.status import GetEvents, GetStatus, Status
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
@@ -76,7 +75,7 @@ class CoordinatorState:
         parts: Sequence[type[CoordinatorPart]],
     ) -> None:
         self._jobs, self._settings, self._kinds = dict(jobs), settings or CoordinatorSettings(), tuple(parts)
-        self._may_be_lost = tuple(key for kind in parts for key in kind.may_be_lost)
+        self._may_be_lost = (SHELL, REVISION, *(key for kind in parts for key in kind.may_be_lost))
         self._tells = {message: key for kind in parts for message, key in kind.tells.items()}
         self._begin(rows or {})
         #: The records, and the joins of new processes, while it is open whether the processes of before have all ended.
@@ -105,8 +104,19 @@ class CoordinatorState:
         self._core.is_durable = is_durable
 
     def waits(self, command: Command, unwritten: Collection[str]) -> bool:
-        """Whether a command waits until the records of these keys are written."""
-        return waits(command, unwritten, self._may_be_lost, self._tells)
+        """Whether a command waits until the records of these keys are written, while the disk takes no writes.
+
+        A record is lost if the coordinator's process ends before it is written, and tasks may know of it by then. A
+        record of finished steps may be lost: the steps are claimed again, and tasks apply none twice. A record of the
+        task of a variable, a member, an election or a number may not, since the coordinator's next process would decide
+        otherwise. While such a record is not written, tasks get no message, as if the coordinator were away; later they
+        get all messages, in order.
+        """
+        if not isinstance(command, Broadcast | SendReply):
+            return False
+        if self._tells.get(type(command.message)) in unwritten:
+            return True
+        return any(not key.startswith(self._may_be_lost) for key in unwritten)
 
     def handle(self, event: Event) -> list[Command]:
         """Apply the event and return the commands for the shell, in order."""
@@ -222,10 +232,6 @@ class CoordinatorState:
 
     # Requests.
 
-    @REQUESTS.handles(PlaceVariable)
-    def _place(self, request: PlaceVariable, received: Received) -> Placed | Failure:
-        return self._directory.place(request)
-
     @REQUESTS.handles(PlaceVariables)
     def _place_all(self, request: PlaceVariables, received: Received) -> PlacedAll:
         return PlacedAll(tuple(map(self._directory.place, request.requests)))
@@ -299,6 +305,7 @@ class CoordinatorState:
         return commands
 
 
+REQUESTS.handles(PlaceVariable)(lambda state, request, received: state._directory.place(request))
 REQUESTS.handles(GetStatus)(lambda state, request, received: state.status(received.at_s))
 REQUESTS.handles(GetEvents)(lambda state, request, received: state._core.news.since(request))
 

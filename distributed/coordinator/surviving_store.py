@@ -2,14 +2,14 @@
 
 Why: a disk that is full, read-only or gone need not end training. Until the disk takes writes again no snapshot is
 complete, and the kept changes are lost if the coordinator ends; its clients detect that (`state_marks`).
-Invariant: while `is_durable`, all changes are in the store.
+Invariant: while nothing is `pending`, all changes are in the store.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, apply_changes
@@ -27,31 +27,21 @@ class SurvivingStore:
         self._store = store
         self._rows = dict(store.load())
         #: Changes that are not written, by key.
-        self._pending: dict[str, Change] = {}
+        self.pending: dict[str, Change] = {}
         self._failed_s, self._retry_s = math.nan, -math.inf
-
-    @property
-    def is_durable(self) -> bool:
-        """Whether all changes are written."""
-        return not self._pending
-
-    @property
-    def unwritten(self) -> Collection[str]:
-        """The keys of records whose changes are not written."""
-        return self._pending.keys()
 
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""
         return dict(self._rows)
 
     def write(self, changes: Iterable[Change], at_s: float) -> bool:
-        """Write the changes, and earlier ones that could not be; return `is_durable`."""
+        """Write the changes, and earlier ones that could not be; return whether all are written."""
         changes = [*changes]
         apply_changes(self._rows, changes)
-        self._pending.update((change.key, change) for change in changes)
-        if not self.is_durable and at_s >= self._retry_s:
+        self.pending.update((change.key, change) for change in changes)
+        if self.pending and at_s >= self._retry_s:
             self._try(at_s)
-        return self.is_durable
+        return not self.pending
 
     def _try(self, at_s: float) -> None:
         is_again = not math.isnan(self._failed_s)
@@ -59,7 +49,7 @@ class SurvivingStore:
             if is_again and isinstance(self._store, SqliteStore):
                 self._store.renew(self._rows)
             else:
-                self._store.write(self._pending.values())
+                self._store.write(self.pending.values())
         except OSError as error:
             self._retry_s = at_s + RETRY_S
             if not is_again:
@@ -70,7 +60,7 @@ class SurvivingStore:
                     *(error, RETRY_S),
                 )
             return
-        self._pending.clear()
+        self.pending.clear()
         if is_again:
             LOGGER.warning("the coordinator's state is written again, after %.0f s", at_s - self._failed_s)
         self._failed_s, self._retry_s = math.nan, -math.inf

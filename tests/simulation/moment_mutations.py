@@ -26,7 +26,7 @@ _STORE = surviving_store.SurvivingStore
 def _once(original: Any) -> Any:
     def try_to_write(store: Any, at_s: float) -> None:
         original(store, at_s)
-        if not store.is_durable:
+        if store.pending:
             store._retry_s = math.inf
 
     return try_to_write
@@ -35,7 +35,7 @@ def _once(original: Any) -> Any:
 def _as_written(original: Any) -> Any:
     def try_to_write(store: Any, at_s: float) -> None:
         original(store, at_s)
-        store._pending.clear()
+        store.pending.clear()
 
     return try_to_write
 

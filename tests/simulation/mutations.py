@@ -15,7 +15,7 @@ import pytest
 
 from dflow.distributed.asynchronous import async_, claimed_run, staleness
 from dflow.distributed.client import coordinator_session, session_driver
-from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, variable_directory
+from dflow.distributed.coordinator import barriers, coordinator_state, decisions, membership, variable_directory
 from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
 from dflow.distributed.steps import deadlines, plan_runs, rendezvous, steps_ahead, task_channel
 from dflow.distributed.synchronous import rounds
@@ -314,7 +314,7 @@ MUTATIONS = (
         _changed_for_now,
         "rosters in order",
     ),
-    Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
+    Mutation("offices do not outlive the coordinator", decisions.Decisions, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
     Mutation("a task's old life stays", _MEMBERS, "_release", _keep_the_old_life, "one of a name"),
     Mutation(
@@ -334,7 +334,7 @@ MUTATIONS = (
     ),
     Mutation("a barrier passes before all have come", _BARRIERS, "_pass_if_complete", _pass_early, "one view"),
     Mutation("each is told of another barrier", barriers, "_answer", _tell_each_another, "one view"),
-    Mutation("whoever asks is elected", elections.Elections, "elect", giving(True), "one in office"),
+    Mutation("whoever asks is elected", decisions.Decisions, "elect", giving(True), "one in office"),
     Mutation("ended steps are forgotten", rendezvous.Rendezvous, "_has_ended", giving(False), "nothing left"),
     Mutation("a task's gate hears of no members", member_gate.MemberGate, "roster_changed", doing_nothing, "none lost"),
     Mutation("a value is delivered twice", _MEETING, "put", _deliver_twice, "nothing raises"),

@@ -9,8 +9,6 @@ from dflow.distributed.coordinator.coordinator_events import (
     Asked,
     Command,
     Event,
-    Log,
-    PeerClosed,
     Persist,
     SendReply,
     Started,
@@ -106,12 +104,3 @@ def test_the_events_are_bounded() -> None:
     assert told.newest == told.events[-1].number == 2 * (MOST_LEFT + 10)
     assert max(len(event.text) for event in told.events) == LONGEST_TEXT
     assert len(two.state._core.news._known) <= MOST_LEFT, "no more lives than the roster lists"
-
-
-def test_what_the_coordinator_logs_is_an_event() -> None:
-    two = NewsOfTwo()
-    two.join(1.0, 1, W0, "a")
-    two.do(PeerClosed(2.0, 1, "connection reset"))
-    logs = [command.text for at_s in (3.5, 30.0) for command in two.do(Ticked(at_s)) if isinstance(command, Log)]
-    assert [text for _, kind, _, text in two.told() if kind == "log"] == logs
-    assert ("left", W0) in [(kind, task) for _, kind, task, _ in two.told()]

@@ -23,7 +23,7 @@ from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.durable_records import apply_changes
 from dflow.distributed.coordinator_role import make_coordinator_state
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps
-from dflow.distributed.wire.messages.basic import Failure, Ok
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Mark, Marked, Message
 from dflow.distributed.wire.messages.placement import PlaceVariable
@@ -206,23 +206,3 @@ def test_restarts_at_any_moment_give_the_answers_that_no_restart_gives(
         steady.act(what, task, part, STAYS)
         mortal.act(what, task, part, death)
     assert mortal.outcome() == steady.outcome()
-
-
-def test_the_roster_says_which_cluster_it_is_and_how_often_its_coordinator_started() -> None:
-    world = World()
-    world.act("join", TASKS[0], 0.0, STAYS)
-    world.restart()
-    world.act("join", TASKS[1], 0.0, STAYS)
-    roster = list(world.answers.values())[-1]
-    assert isinstance(roster, Roster)
-    assert (roster.cluster, roster.epoch, roster.version) == ("blue", 2, 2)
-
-
-def test_an_answer_that_was_written_and_lost_is_given_again() -> None:
-    world = World()
-    world.act("join", TASKS[1], 0.0, STAYS)
-    world.act("claim", TASKS[1], 0.0, AFTER_WRITE)
-    world.act("report", TASKS[1], 0.25, AFTER_WRITE)
-    answers = [_without_mark(answer) for answer in world.answers.values() if not isinstance(answer, Roster)]
-    assert answers == [Claimed(0, 7), Ok()]
-    assert world.state.status(0.0).results == {"loss": 0.25}

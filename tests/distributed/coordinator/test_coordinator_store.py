@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
-from dflow.distributed.coordinator.coordinator_store import SqliteStore
+from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
@@ -223,56 +223,21 @@ def test_a_record_of_another_form_is_named() -> None:
         list(DurableRecords({"progress/x": b"\x93"}).load("progress/", WorkerProgress))
 
 
-@settings(max_examples=examples(50), deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.integers(0, 9)), max_size=20))
-def test_the_changes_applied_in_order_are_the_records(puts: list[tuple[str, int | None]]) -> None:
-    records, rows, expected = DurableRecords(), dict[str, bytes](), dict[str, int]()
-    for number, (key, steps) in enumerate(puts):
-        if steps is None:
-            records.drop(key)
-            expected.pop(key, None)
-        else:
-            records.put(key, WorkerProgress(key, steps, 0.0, {}))
-            expected[key] = steps
-        if number % 3 == 0:
-            apply_changes(rows, records.take_changes())
-    apply_changes(rows, records.take_changes())
-    assert records.take_changes() == ()
-    assert {key: found.steps for key, found in DurableRecords(rows).load("", WorkerProgress)} == expected
-
-
-class Recording:
-    """A store that counts the writes before each answer."""
-
-    def __init__(self) -> None:
-        self.writes = 0
-        self.is_closed = False
-
-    def load(self) -> Mapping[str, bytes]:
-        return {}
-
-    def write(self, changes: Iterable[Change]) -> None:
-        self.writes += 1
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 def test_a_coordinator_that_fails_ends_with_the_reason_and_writes_nothing_of_what_it_was_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    network, store, faults = MemoryNetwork(), Recording(), list[str]()
+    network, store, faults = MemoryNetwork(), MemoryStore(), list[str]()
     coordinator = make_coordinator(network, "", {}, store=store, tick_s=None, on_fault=faults.append)
     client = CoordinatorClient(network, coordinator.address, name="/job:worker/task:0")
     client.join("/job:worker/task:0", "here")
     client.ask(Report("accuracy", 1.0))
-    before = store.writes
+    before = store.load()
     monkeypatch.setattr(CoordinatorState, "status", lambda state, at_s: 1 // 0)
     with pytest.raises(DflowError):
         client.ask(GetStatus(), 1.0)
     coordinator.tick()
     assert faults == ["it has failed: ZeroDivisionError: integer division or modulo by zero"]
-    assert store.writes == before
+    assert store.load() == before
     coordinator.close()
     client.close()
 

@@ -17,7 +17,6 @@ from dflow.distributed.wire.messages.roster import (
     Join,
     Roster,
     RosterChange,
-    TaskInfo,
     changed_roster,
 )
 from tests.effort import examples
@@ -58,12 +57,19 @@ def test_a_task_that_left_by_a_fault_is_still_coming_for_a_while() -> None:
     assert members.coming("worker", 70.0, 60.0) == (WORKER1,)
 
 
-def test_a_second_live_task_of_one_name_is_refused_with_both_addresses() -> None:
+@pytest.mark.parametrize(
+    ("peer", "task", "text"),
+    [
+        (8, WORKER0, "worker:0 is already live at h:1, so the one at h:2 may not join"),
+        (7, WORKER1, "joined as worker:0 and may not join as worker:1"),
+    ],
+)
+def test_a_name_and_a_connection_are_of_one_live_task(peer: int, task: str, text: str) -> None:
     members = cluster()
     members.join(1.0, 7, Join(WORKER0, "h:1"))
-    refusal = members.join(2.0, 8, Join(WORKER0, "h:2;unix:/folder/socket@boot/0"))
+    refusal = members.join(2.0, peer, Join(task, "h:2;unix:/folder/socket@boot/0"))
     assert isinstance(refusal, Failure)
-    assert "worker:0 is already live at h:1, so the one at h:2 may not join" in refusal.text
+    assert text in refusal.text
     assert members.live_peers() == (7,)
 
 
@@ -78,14 +84,6 @@ def test_a_task_is_away_from_the_end_of_its_connection_until_it_comes_back_or_ha
     assert members.away() == (WORKER1,)
     members.tick(3.5)
     assert members.away() == ()
-
-
-def test_one_connection_joins_as_one_task() -> None:
-    members = cluster()
-    members.join(1.0, 7, Join(WORKER0, "h:1"))
-    refusal = members.join(2.0, 7, Join(WORKER1, "h:1"))
-    assert isinstance(refusal, Failure)
-    assert "joined as worker:0 and may not join as worker:1" in refusal.text
 
 
 def test_silence_for_the_timeout_is_a_leave_and_a_heartbeat_puts_it_off() -> None:
@@ -191,20 +189,6 @@ def test_after_a_restart_the_members_are_those_of_before_and_have_a_while_to_com
         (3, 4, (0,)),
     ]
     assert late.roster().version == before.version + 1
-
-
-def test_every_leave_is_kept_and_the_task_may_join_again() -> None:
-    members = cluster()
-    members.join(0.0, 7, Join(WORKER0, "h:1"))
-    members.leave(3.0, WORKER0, "reset")
-    members.join(4.0, 8, Join(WORKER0, "h:2"))
-    members.leave(6.0, WORKER0, "finished")
-    assert members.roster().tasks == (
-        TaskInfo(WORKER0, "h:1", 0.0, 3.0, "reset"),
-        TaskInfo(WORKER0, "h:2", 4.0, 6.0, "finished", life=1),
-    )
-    assert members.absence(WORKER0) == "worker:0 left at 6.0 s: finished"
-    assert members.absence(WORKER1) == "worker:1 has not joined"
 
 
 def test_of_those_that_have_left_the_last_are_listed_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,18 +23,6 @@ def test_busy_without_progress_for_the_time_is_a_stall_that_is_told_once() -> No
     assert watch.tick(150.0) == [(TaskHealth(TASK, 91.0, 6, "step 7", 90.0), 60.0)]
 
 
-def test_an_idle_task_is_not_stuck_however_long() -> None:
-    watch = ProgressWatch(60.0)
-    watch.hear(0, 0.0, Heartbeat(TASK, (), 5, ""), False)
-    assert watch.tick(100.0) == []
-    watch.hear(0, 999.0, Heartbeat(TASK, (), 5, ""), False)
-    assert watch.tick(1000.0) == []
-    watch.hear(0, 1000.0, Heartbeat(TASK, (), 5, "step 6"), True)
-    assert watch.tick(1059.0) == [], "it is busy since 1000"
-    watch.tick(1060.0)
-    assert watch.hear(0, 1061.0, Heartbeat(TASK, (), 5, ""), False) == 61.0
-
-
 def test_a_task_that_has_left_stalls_no_more() -> None:
     watch = ProgressWatch(60.0)
     watch.hear(0, 0.0, Heartbeat(TASK, (), 5, "step"), True)

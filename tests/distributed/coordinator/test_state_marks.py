@@ -5,22 +5,24 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
-from dflow.distributed.coordinator.coordinator_events import Asked, Command, Log, Persist, SendReply, Started
+from dflow.distributed.coordinator.coordinator_events import Asked, Log, Persist, SendReply, Started
+from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator_role import make_coordinator, make_coordinator_state
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.basic import Failure
-from dflow.distributed.wire.messages.message import Mark, Message
+from dflow.distributed.wire.messages.message import Mark
 from dflow.distributed.wire.messages.placement import PlaceVariable
-from dflow.distributed.wire.messages.roster import Join, Roster
+from dflow.distributed.wire.messages.roster import Join
 from tests.effort import examples
 
 WORKER0, WORKER1 = "/job:worker/task:0", "/job:worker/task:1"
@@ -54,54 +56,35 @@ def test_a_mark_is_missing_exactly_when_a_write_up_to_it_was_lost(lives: list[tu
         given_marks = [(mark, size if size <= kept else 1_000_000) for mark, size in given_marks]
 
 
-def place(name: str) -> PlaceVariable:
-    return PlaceVariable(name, "float32", (), 4, "ps")
-
-
-class Disk:
-    """A coordinator that keeps its writes one by one."""
-
-    def __init__(self) -> None:
-        self.writes: list[tuple[Change, ...]] = []
-        self.starts = 0
-        self.start()
-
-    def start(self) -> None:
-        rows: dict[str, bytes] = {}
-        for changes in self.writes:
-            apply_changes(rows, changes)
-        self.state, self.starts = make_coordinator_state({"ps": 1, "worker": 2}, rows=rows), self.starts + 1
-        self.handle(Started(0.0, "blue" if self.starts == 1 else f"start {self.starts}"))
-
-    def handle(self, event: Started | Asked) -> list[Command]:
-        commands = self.state.handle(event)
-        self.writes += [command.changes for command in commands if isinstance(command, Persist)]
-        return commands
-
-    def ask(self, peer: int, message: Message) -> Message:
-        [answer] = [
-            command.message for command in self.handle(Asked(0.0, peer, 1, message)) if isinstance(command, SendReply)
-        ]
-        return answer
-
-
 def test_a_coordinator_that_lost_its_newest_write_takes_back_only_tasks_that_saw_nothing_of_it() -> None:
-    disk = Disk()
-    rosters = [disk.ask(peer, Join(task, "h:1", f"life {peer}")) for peer, task in ((1, WORKER0), (2, WORKER1))]
-    assert all(isinstance(roster, Roster) for roster in rosters)
-    placed = disk.ask(1, place("w"))
-    disk.writes.pop()
-    disk.start()
-    back = Join(WORKER0, "h:1", "life 1", "blue", 1, placed.mark)  # type: ignore[union-attr]
-    refusal = disk.ask(11, back)
-    assert isinstance(refusal, Failure)
-    assert refusal.text == (
-        "the coordinator's state is older than what worker:0 has seen of it: of the changes up to 4 it has those up to "
-        "3; the file of its state was damaged or replaced, so end the run and start it again with a new one"
-    )
-    again = disk.handle(Asked(0.0, 12, 1, back))
-    assert not any(isinstance(command, Log) for command in again), "logged once"
-    assert not isinstance(disk.ask(13, Join(WORKER1, "h:1", "life 2", "blue", 2, rosters[1].mark)), Failure)  # type: ignore[union-attr]
+    writes: list[tuple[Change, ...]] = []
+
+    def handled(state: CoordinatorState, event: Started | Asked) -> tuple[Any, list[str]]:
+        """Return the answer to a request, and what is logged."""
+        commands = state.handle(event)
+        writes.extend(command.changes for command in commands if isinstance(command, Persist))
+        answers = [command.message for command in commands if isinstance(command, SendReply)]
+        return [*answers, None][0], [command.text for command in commands if isinstance(command, Log)]
+
+    first = make_coordinator_state({"ps": 1, "worker": 2})
+    handled(first, Started(0.0, "blue"))
+    handled(first, Asked(0.0, 1, 1, Join(WORKER0, "h:1", "life 1")))
+    roster, _ = handled(first, Asked(0.0, 2, 2, Join(WORKER1, "h:1", "life 2")))
+    placed, _ = handled(first, Asked(0.0, 1, 3, PlaceVariable("w", "float32", (), 4, "ps")))
+    rows: dict[str, bytes] = {}
+    for changes in writes[:-1]:
+        apply_changes(rows, changes)
+    second = make_coordinator_state({"ps": 1, "worker": 2}, rows=rows)
+    handled(second, Started(0.0, "start 2"))
+    for peer, is_logged in ((11, True), (12, False)):
+        refusal, log = handled(second, Asked(0.0, peer, 1, Join(WORKER0, "h:1", "life 1", "blue", 1, placed.mark)))
+        assert log == ([refusal.text] if is_logged else []), "logged once"
+        assert refusal.text == (
+            "the coordinator's state is older than what worker:0 has seen of it: of the changes up to 4 it has those "
+            "up to 3; the file of its state was damaged or replaced, so end the run and start it again with a new one"
+        )
+    back, _ = handled(second, Asked(0.0, 13, 1, Join(WORKER1, "h:1", "life 2", "blue", 2, roster.mark)))
+    assert not isinstance(back, Failure)
 
 
 def test_a_flipped_bit_in_the_write_ahead_log_is_found_out(tmp_path: Path) -> None:

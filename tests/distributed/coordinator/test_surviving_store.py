@@ -9,14 +9,21 @@ from pathlib import Path
 import pytest
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
-from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.coordinator.decisions import Decisions
+from dflow.distributed.coordinator.durable_records import Change, DurableRecords
 from dflow.distributed.coordinator.surviving_store import RETRY_S, SurvivingStore
-from dflow.distributed.coordinator_role import make_coordinator
+from dflow.distributed.coordinator_role import make_coordinator, make_coordinator_state
 from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.snapshots.resumption import EPOCH, SNAPSHOT
+from dflow.distributed.snapshots.snapshot_messages import CaptureState, Saved, SnapshotCommitted
+from dflow.distributed.training.plan_messages import TrainingPlan
+from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.training.work_messages import ClaimSteps
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages.coordination import ElectOnce
+from dflow.distributed.wire.messages.coordination import Decided, ElectOnce
+from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.status import Report
 from dflow.tracing.errors import DeadlineExceeded
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks
@@ -112,3 +119,22 @@ def test_no_snapshot_is_made_while_the_records_are_not_written() -> None:
     tasks.tick(6.0)
     tasks.settle()
     assert tasks.state.part(Recovery)._committed.number > 1
+
+
+def test_a_reply_waits_for_records_that_may_not_be_lost() -> None:
+    for change, is_held in (
+        (lambda records: RunProgress(records).note_plan(TrainingPlan("fit", WORKER, 0, 10)), False),
+        (lambda records: Decisions(records).elect("evaluation", WORKER, 1), True),
+    ):
+        records = DurableRecords()
+        change(records)
+        keys = {one.key for one in records.take_changes()}
+        assert make_coordinator_state({}).waits(SendReply(1, Decided("value")), keys) is is_held
+
+
+@pytest.mark.parametrize("message", [SnapshotCommitted(1), CaptureState(1, 0, ""), Saved(True)], ids=str)
+def test_a_message_that_tells_of_a_record_waits_for_it(message: Message) -> None:
+    state = make_coordinator_state({})
+    tells = state.waits(SendReply(1, message), {SNAPSHOT}), state.waits(SendReply(1, message), {EPOCH})
+    assert tells == (not isinstance(message, CaptureState), isinstance(message, CaptureState))
+    assert not state.waits(SendReply(1, Decided("value")), {SNAPSHOT, EPOCH})
