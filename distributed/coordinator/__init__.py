@@ -1,1 +1,1 @@
-"""The coordinator: membership, places of variables, claims of steps, elections and barriers."""
+"""The coordinator: membership, places of variables, claims of steps, decisions and barriers."""
