@@ -80,7 +80,7 @@ def check_kernel(
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     results = [f"result{path}" for path in call.result_paths(leaves)]
     operands = argument_names(kernel.plain, args, kwargs, lambda parameter: parameter in kwargs)
-    operands += [f"operand {place}" for place in range(len(operands), len(leaves))]
+    operands += [f"operand {position}" for position in range(len(operands), len(leaves))]
     plain, backward = call.choice, call.choice.backward()
     checked = []
     for platform, made in sorted(plain.by_platform.items()):
@@ -93,7 +93,7 @@ def check_kernel(
         values = judge.compare(plain.plain, made, call_by, leaves, results)
         gradients = None
         if own is not None:
-            moved = [f"gradient by {operands[place]}" for place in floating(leaves)]
+            moved = [f"gradient by {operands[position]}" for position in floating(leaves)]
             given = [*leaves, *_cotangents(call.choice.types([jax.typeof(leaf) for leaf in leaves]))]
             gradients = judge.compare(backward.plain, own, call_by, given, moved)
         checked.append(Checked(platform, made.label, how, values, gradients))
@@ -160,7 +160,7 @@ class _Judge:
         if np.all(apart <= allowed):
             return float(apart.max(initial=0.0))
         where = np.unravel_index(np.argmax(apart - allowed), apart.shape)
-        index = f"[{', '.join(str(int(place)) for place in where)}]" if where else ""
+        index = f"[{', '.join(str(int(position)) for position in where)}]" if where else ""
         raise KernelError(
             f"kernel {self.name!r}: {name}{index} is {got[where]} by {self.made.label}, for {self.platform}, and "
             f"{wanted[where]} by the plain function",

@@ -171,7 +171,7 @@ class InputError(DflowError, ValueError):
 
 
 class NumberRangeError(InputError, OverflowError):
-    """An integer of NumPy or Python is beyond the 32 bits that JAX keeps of it; the message has it and its place."""
+    """An integer of NumPy or Python is beyond the 32 bits that JAX keeps of it; the message has it and its position."""
 
 
 class QueueClosed(DflowError, RuntimeError):

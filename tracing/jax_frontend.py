@@ -404,17 +404,17 @@ def _scope_of_returned(source: str) -> str:
 
 def returned_resources(jaxpr: Jaxpr) -> dict[int, Handle]:
     """The resources that a jaxpr's function returned itself, by index among the results, which are their values."""
-    places = {var: place for place, var in enumerate(jaxpr.outvars) if not is_literal(var)}
-    own = [equation for equation in jaxpr.eqns if not places.keys().isdisjoint(equation.outvars)]
+    positions = {var: position for position, var in enumerate(jaxpr.outvars) if not is_literal(var)}
+    own = [equation for equation in jaxpr.eqns if not positions.keys().isdisjoint(equation.outvars)]
     scope = _scope_of_returned(source_of(jaxpr))
-    return {places[e.outvars[0]]: e.params["handle"] for e in own if str(e.source_info.name_stack) == scope}
+    return {positions[e.outvars[0]]: e.params["handle"] for e in own if str(e.source_info.name_stack) == scope}
 
 
 def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Run a jaxpr on values, and return handles in place of the resources that its function returned, unread."""
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     returned = returned_resources(jaxpr)
-    unread = {jaxpr.outvars[place] for place in returned}
+    unread = {jaxpr.outvars[position] for position in returned}
 
     def value(atom: Any) -> Any:
         return atom.val if is_literal(atom) else env[atom]
@@ -424,7 +424,7 @@ def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
             operands = [value(atom) for atom in equation.invars]
             results = bind(equation.primitive, equation.params, operands, origin_of(equation))
             env.update(zip(equation.outvars, results, strict=True))
-    return [returned[place] if place in returned else value(atom) for place, atom in enumerate(jaxpr.outvars)]
+    return [returned[position] if position in returned else value(atom) for position, atom in enumerate(jaxpr.outvars)]
 
 
 #: The files of JAX that apply a function to the results of a traced function.
@@ -905,7 +905,7 @@ def _params_without(value: Any, is_dropped: Callable[[Equation], bool]) -> Any:
 
 
 def is_open(jaxpr: Any) -> bool:
-    """Whether a jaxpr is one that has no place for constants; newer JAX has none of these."""
+    """Whether a jaxpr is one that has no room for constants; newer JAX has none of these."""
     return not hasattr(jaxpr, "consts")
 
 

@@ -32,7 +32,7 @@ _Lost = tuple[tuple[int, ...], Any, int]
 
 
 class NumberRangeWarning(RuntimeWarning):
-    """A float64 number is beyond float32 and becomes an infinity; the message has the number and its place."""
+    """A float64 number is beyond float32 and becomes an infinity; the message has the number and its position."""
 
 
 def is_of_python(value: Any) -> bool:
@@ -86,11 +86,11 @@ def is_wide(value: Any) -> bool:
 
 
 def _check(value: Any, what: str | Callable[[], str], within: tuple[int, ...] = ()) -> None:
-    """Refuse a number of 64 bits, or warn of it, if one is lost; `within` is the place of the value in lists."""
+    """Refuse a number of 64 bits, or warn of it, if one is lost; `within` is the position of the value in lists."""
     lost = ((), value, 0) if isinstance(value, int) else _first_lost(np.asarray(value))
     if lost is not None:
-        place, number, others = lost
-        _refuse_or_warn(value, what if isinstance(what, str) else what(), ((*within, *place), number, others))
+        position, number, others = lost
+        _refuse_or_warn(value, what if isinstance(what, str) else what(), ((*within, *position), number, others))
 
 
 def _first_lost(array: np.ndarray[Any, Any]) -> _Lost | None:
@@ -112,13 +112,13 @@ def _first_lost(array: np.ndarray[Any, Any]) -> _Lost | None:
             return None
         with np.errstate(over="ignore"):
             is_lost = np.isfinite(array) & ~np.isfinite(array.astype(narrow))
-    place = tuple(map(int, np.argwhere(is_lost)[0]))
-    return place, array[place], int(is_lost.sum()) - 1
+    position = tuple(map(int, np.argwhere(is_lost)[0]))
+    return position, array[position], int(is_lost.sum()) - 1
 
 
 def _refuse_or_warn(value: Any, what: str, lost: _Lost) -> None:
-    place, number, others = lost
-    where = f"{f' at {place}' if place else ''}{f', and {others} more' if others else ''}"
+    position, number, others = lost
+    where = f"{f' at {position}' if position else ''}{f', and {others} more' if others else ''}"
     if isinstance(value, int):
         raise _of_integer(value, what, where)
     limits = _OF_INTEGERS.get(value.dtype.kind)

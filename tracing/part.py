@@ -96,10 +96,10 @@ def opened(graph: Graph, call: Node) -> tuple[Graph, dict[Value, Any]]:
     inner = [_renamed(node, new, fresh) for node in body.graph.nodes]
     results = [new[output] if isinstance(output, Value) else output for output in body.graph.outputs]
     outer: Mapping[Value, Operand] = dict(zip(call.outputs, results, strict=True))
-    place = next(index for index, node in enumerate(graph.nodes) if node is call)
-    after = [node.with_operands(outer) for node in graph.nodes[place + 1 :]]
+    position = next(index for index, node in enumerate(graph.nodes) if node is call)
+    after = [node.with_operands(outer) for node in graph.nodes[position + 1 :]]
     outputs = tuple(outer.get(output, output) if isinstance(output, Value) else output for output in graph.outputs)
-    return Graph((*graph.inputs, *constants), (*graph.nodes[:place], *inner, *after), outputs), constants
+    return Graph((*graph.inputs, *constants), (*graph.nodes[:position], *inner, *after), outputs), constants
 
 
 def _renamed(node: Node, new: dict[Value, Operand], fresh: FreshNames) -> Node:

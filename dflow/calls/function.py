@@ -202,7 +202,7 @@ class Function(Generic[P, R]):
         """
         static = self._static
         if static.positions or static.names:
-            given = [*(args[place] for place in static.among(args)), *(kwargs.get(name) for name in static.names)]
+            given = [*(args[position] for position in static.among(args)), *(kwargs.get(name) for name in static.names)]
             for variable in filter(is_variable, given):
                 raise VariableError(
                     f"variable {variable.name!r} is passed as a static argument of {self._planner.shared.log.name}",

@@ -79,12 +79,12 @@ def _arrived(args: tuple[Any, ...], static: StaticArguments, shardings: Any) -> 
     """Return the arguments, the traced ones constrained to their shardings: one tree for all, or one for each."""
     traced = sorted(set(range(len(args))) - static.among(args))
     held = _held(tuple(args[index] for index in traced), shardings, _checked)
-    by_place = dict(zip(traced, held, strict=True))
-    return tuple(by_place.get(index, arg) for index, arg in enumerate(args))
+    by_position = dict(zip(traced, held, strict=True))
+    return tuple(by_position.get(index, arg) for index, arg in enumerate(args))
 
 
 def _held(tree: Any, shardings: Any, typed: Callable[[Any, NamedSharding], Any]) -> Any:
-    """Return the tree with each array constrained to the sharding at its place in a prefix of the tree; None is any.
+    """Return the tree with each array constrained to the sharding at its position in a prefix of the tree; None is any.
 
     `typed` converts a value whose type already has a sharding over explicit axes.
     """

@@ -128,8 +128,8 @@ class SingleExecutable:
         held = self._state.writes, self._state.reads
 
         def named(found: re.Match[str]) -> str:
-            kind, place = int(found[1]), int(found[2])
-            return f"variable {shown(held[kind][place])!r}" if kind < len(held) else "a closed-over array"
+            kind, position = int(found[1]), int(found[2])
+            return f"variable {shown(held[kind][position])!r}" if kind < len(held) else "a closed-over array"
 
         if error.args and isinstance(error.args[0], str):
             error.args = (_OUR_ARGUMENT.sub(named, error.args[0]), *error.args[1:])

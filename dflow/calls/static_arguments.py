@@ -34,7 +34,7 @@ class StaticArguments:
     def mapped(self, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `change(argument)` in place of each that is not static."""
         is_static = self.test_of(args)
-        positional = tuple(arg if is_static(place) else change(arg) for place, arg in enumerate(args))
+        positional = tuple(arg if is_static(position) else change(arg) for position, arg in enumerate(args))
         return positional, {name: arg if is_static(name) else change(arg) for name, arg in kwargs.items()}
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -212,8 +212,8 @@ def described(
     """Return the type of each argument leaf (or a static one's value) by name. Variables and queues are leaves too."""
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *sorted(kwargs.items())]
     texts = [
-        _described(leaf, is_static(place))
-        for place, argument in arguments
+        _described(leaf, is_static(position))
+        for position, argument in arguments
         for leaf in jax.tree_util.tree_leaves(argument, is_leaf=is_resource)
     ]
     return dict(zip(argument_names(fn, args, kwargs, is_leaf=is_resource), texts, strict=True))

@@ -48,7 +48,7 @@ class IreeModule:
     def difference(self) -> float:
         """Run the module on this machine with random numbers, and return the largest difference from dflow's results.
 
-        Integers are small and not negative, as ids are. NaN at the same place in both results is no difference; in one
+        Integers are small and not negative, as ids are. NaN at one position in both results is no difference; in one
         of them alone it makes the result NaN.
 
         Raises ConfigError without IREE's runtime.

@@ -202,17 +202,17 @@ def orders(groups: Sequence[Sequence[Node]]) -> list[tuple[int, int]]:
     found: dict[tuple[int, int], None] = {}
     written: dict[Value, int] = {}
     read: dict[Value, list[int]] = {}
-    for place, nodes in enumerate(groups):
+    for position, nodes in enumerate(groups):
         effects = [(effect, ref) for node in nodes for effect, ref in node.effects if ref is not None]
         for effect, ref in effects:
             earlier = [written[ref]] if ref in written else []
             earlier += read.get(ref, []) if effect is Effect.WRITE else []
-            found.update(((before, place), None) for before in earlier if before != place)
+            found.update(((before, position), None) for before in earlier if before != position)
         for effect, ref in effects:
             if effect is Effect.WRITE:
-                written[ref], read[ref] = place, []
+                written[ref], read[ref] = position, []
             else:
-                read.setdefault(ref, []).append(place)
+                read.setdefault(ref, []).append(position)
     return list(found)
 
 

@@ -89,12 +89,12 @@ def _neighbours(count: int, links: Iterable[tuple[int, int]]) -> tuple[list[list
 
 def _sort(rows: list[list[int]], up: list[list[int]], down: list[list[int]]) -> None:
     """Sort each row by the positions of its neighbours in the previous row, alternately downwards and upwards."""
-    place = {item: float(index) for row in rows for index, item in enumerate(row)}
+    position = {item: float(index) for row in rows for index, item in enumerate(row)}
     for sweep in range(_SWEEPS):
         near = down if sweep % 2 else up
         for row in reversed(rows) if sweep % 2 else rows:
-            row.sort(key=lambda item: _mean([place[other] for other in near[item]], place[item]))
-            place.update((item, float(index)) for index, item in enumerate(row))
+            row.sort(key=lambda item: _mean([position[other] for other in near[item]], position[item]))
+            position.update((item, float(index)) for index, item in enumerate(row))
 
 
 def _columns(rows: list[list[int]], widths: list[float], up: list[list[int]], down: list[list[int]]) -> list[float]:

@@ -118,14 +118,14 @@ class Batches:
         if number < 0 or not in_epoch or (self.epochs is not None and number >= self.epochs * in_epoch):
             most = "without end" if self.epochs is None and in_epoch else f"below {(self.epochs or 0) * in_epoch}"
             raise IndexError(f"a batch by its number: expected 0 or more, {most}, got {number}")
-        epoch, place = divmod(number, in_epoch)
+        epoch, position = divmod(number, in_epoch)
         if (order := self._ordered.get(epoch)) is None:
             order = self._order(np.random.default_rng((self.seed, epoch)))
             # Steps of two epochs may run at the same time.
             for known in [known for known in self._ordered if abs(known - epoch) > 1]:
                 self._ordered.pop(known, None)
             self._ordered[epoch] = order
-        return self._rows(np.asarray(order[place * self.size : (place + 1) * self.size]))
+        return self._rows(np.asarray(order[position * self.size : (position + 1) * self.size]))
 
     def __len__(self) -> int:
         """Return the number of batches. Raises TypeError when it is unknown, as for `epochs=None` or a generator."""
@@ -190,10 +190,10 @@ def _drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> I
         if len(buffer) < size:
             buffer.append(element)
             continue
-        place = int(random.integers(size))
-        drawn, buffer[place] = buffer[place], element
+        position = int(random.integers(size))
+        drawn, buffer[position] = buffer[position], element
         yield drawn
-    yield from (buffer[place] for place in random.permutation(len(buffer)))
+    yield from (buffer[position] for position in random.permutation(len(buffer)))
 
 
 class _Rows:
@@ -215,8 +215,8 @@ class _Rows:
             leaves = self._tree.flatten_up_to(element)
         except ValueError as error:
             raise InputError(f"an element differs from the first of its batch: {error}", at=caller()) from None
-        for place, leaf in enumerate(leaves):
-            row, column = as_array(leaf), self._columns[place]
+        for position, leaf in enumerate(leaves):
+            row, column = as_array(leaf), self._columns[position]
             if row.shape != column.shape[1:]:
                 raise InputError(
                     f"an element has an array of the shape {row.shape} where the first of its batch has "
@@ -224,9 +224,9 @@ class _Rows:
                     "pad them to one shape, or feed them to a PaddingFIFOQueue",
                 )
             if row.dtype != column.dtype:
-                column = self._columns[place] = column.astype(np.result_type(column.dtype, row.dtype))
+                column = self._columns[position] = column.astype(np.result_type(column.dtype, row.dtype))
             if self.count == len(column):
-                column = self._columns[place] = np.concatenate([column, np.empty_like(column)])
+                column = self._columns[position] = np.concatenate([column, np.empty_like(column)])
             column[self.count, ...] = row  # else an object array without axes would be kept as such
         self.count += 1
 

@@ -167,8 +167,8 @@ def _of_polars(column: Any, name: str) -> Any:
 
 def _of_list(column: Sequence[Any], name: str) -> Any:
     cells = np.empty(len(column), object)
-    for place, cell in enumerate(column):
-        cells[place] = cell
+    for position, cell in enumerate(column):
+        cells[position] = cell
     return cells if len(cells) else np.asarray(column)
 
 

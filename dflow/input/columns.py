@@ -74,8 +74,8 @@ def _has_columns(data: Any) -> bool:
     if all(map(_is_of_columns, data)):
         return True
     if any(map(is_column, data)):
-        place = next(place for place, entry in enumerate(data) if not _is_of_columns(entry))
-        raise _no_column(data[place], (place,))
+        position = next(position for position, entry in enumerate(data) if not _is_of_columns(entry))
+        raise _no_column(data[position], (position,))
     return False
 
 
@@ -122,7 +122,7 @@ class _Containers:
         is_list = isinstance(data, list) and bool(path) and all(map(is_array, data)) and _is_listed(data)
         self.has_lists = self.has_lists or is_list
         if isinstance(data, tuple) or (is_list and not self._lists_are_columns):
-            parts = [self._structure(entry, (*path, place)) for place, entry in enumerate(data)]
+            parts = [self._structure(entry, (*path, position)) for position, entry in enumerate(data)]
             return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
         if not is_column(data):
             if _parts_of_node(data) is None:
@@ -163,7 +163,7 @@ def _entries(table: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
     elif isinstance(table, np.ndarray):
         yield from ((name, table[name]) for name in table.dtype.names or ())
     elif is_of(table, "pandas", "DataFrame"):
-        yield from _each_once(table.columns, [table.iloc[:, place] for place in range(table.shape[1])])
+        yield from _each_once(table.columns, [table.iloc[:, position] for position in range(table.shape[1])])
     elif is_of(table, "polars", "DataFrame"):
         yield from _each_once(table.columns, table.get_columns())
     elif is_of(table, "pyarrow", "Table", "RecordBatch"):

@@ -73,7 +73,7 @@ def _converted(value: Any, path: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, list | tuple):
         if value and all(isinstance(one, str | bytes) for one in value):
             return np.array(value, dtype=object)
-        parts = [_converted(inner, (*path, place)) for place, inner in enumerate(value)]
+        parts = [_converted(inner, (*path, position)) for position, inner in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if (is_table(value) or is_typed_column(value)) and (columns := columns_of(value, path)) is not None:
         return columns.rows(np.arange(columns.count))

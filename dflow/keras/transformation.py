@@ -22,16 +22,16 @@ def transformation(optimizer: Any, trained: Sequence[Any]) -> optax.GradientTran
     recorder = _recorder(optimizer)
     treedef = jax.tree_util.tree_structure(state_of(optimizer, trained, lambda slot: slot))
     # The order of the slots in the state, as numbers in the order of the optimizer.
-    places = jax.tree_util.tree_leaves(state_of(optimizer, trained, [*map(id, optimizer.variables)].index, key=id))
+    positions = jax.tree_util.tree_leaves(state_of(optimizer, trained, [*map(id, optimizer.variables)].index, key=id))
 
     def init(params: Any) -> Any:
         del params
         return state_of(optimizer, trained, _initial)
 
     def update(gradients: Any, state: Any, params: Any = None) -> Any:
-        slots: list[Any] = [None] * len(places)
-        for place, value in zip(places, jax.tree_util.tree_leaves(state), strict=True):
-            slots[place] = value
+        slots: list[Any] = [None] * len(positions)
+        for position, value in zip(positions, jax.tree_util.tree_leaves(state), strict=True):
+            slots[position] = value
         given = [params[path] for path in paths]
         values, slots = recorder.stateless_apply(slots, [gradients[path] for path in paths], given)
         updates = {
@@ -39,7 +39,7 @@ def transformation(optimizer: Any, trained: Sequence[Any]) -> optax.GradientTran
             for variable, before, after in zip(trained, given, values, strict=True)
         }
         recorder.deltas.clear()  # they would outlive their trace
-        return updates, jax.tree_util.tree_unflatten(treedef, [slots[place] for place in places])
+        return updates, jax.tree_util.tree_unflatten(treedef, [slots[position] for position in positions])
 
     return optax.GradientTransformation(init, update)
 
@@ -51,12 +51,12 @@ def state_of(
     state: dict[str, Any] = {}
     # Keras names a slot `<path of the variable, joined by _>_<kind>`.
     begins = sorted(((f"{one.path.replace('/', '_')}_", one.path) for one in trained), key=lambda pair: -len(pair[0]))
-    for place, slot in enumerate(optimizer.variables):
+    for position, slot in enumerate(optimizer.variables):
         path = next((path for begin, path in begins if slot.name.startswith(begin)), None)
         name = slot.name if path is None else slot.name[len(path) + 1 :]
         inside, at = (state, name) if path is None else (state.setdefault(name, {}), path)
         # Optimizers such as Adafactor give several slots one name.
-        inside[f"{at}_{place}" if at in inside else at] = of(key(slot))
+        inside[f"{at}_{position}" if at in inside else at] = of(key(slot))
     return state
 
 

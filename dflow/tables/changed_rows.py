@@ -114,9 +114,9 @@ def _pieces(
         asked[:, 3] = first
         pieces = questions.piece(room, window)(shards, asked)
         numbers, rows = [], []
-        for shard, (places, values, count) in enumerate(pieces):
+        for shard, (positions, values, count) in enumerate(pieces):
             part = layout.part(shard)
-            numbers.append(part.start + part.step * np.asarray(places)[: int(count)])
+            numbers.append(part.start + part.step * np.asarray(positions)[: int(count)])
             rows.append(np.asarray(values)[: int(count)])
         if sum(map(len, numbers)):
             yield np.concatenate(numbers).astype(np.int32), np.concatenate(rows)
@@ -154,10 +154,10 @@ def _piece(room: int, window: int, shards: list[Variable], asked: Any) -> list[t
             after, ended, life, first = own
             held, width = marks.read(), min(window, shard.shape[0])
             start = jnp.minimum(first, shard.shape[0] - width)
-            places = start + jnp.arange(width)
+            positions = start + jnp.arange(width)
             is_changed = _is_between(jax.lax.dynamic_slice(held, [start], [width]), after, ended)
             # Marks of another life were made meanwhile; the next question yields all rows.
-            is_changed &= (places >= first) & (held[LIFE] == life)
+            is_changed &= (positions >= first) & (held[LIFE] == life)
             count = is_changed.sum(dtype=jnp.int32)
             numbers = first_rows(start + _first_true(is_changed, min(room, width)), count)
             found.append((numbers, first_rows(shard.gather(numbers), count), count))
@@ -169,7 +169,7 @@ def _is_between(marks: Any, after: Any, ended: Any) -> Any:
 
 
 def _first_true(flags: Any, count: int) -> jax.Array:
-    """The places of the first `count` true elements, and any numbers after these."""
+    """The positions of the first `count` true elements, and any numbers after these."""
     blocks = jnp.pad(flags, (0, -len(flags) % _BLOCK)).reshape(-1, _BLOCK)
     # Not `jnp.cumsum`, which JAX 0.12 exports as an op that it cannot read back.
     ends = jax.lax.associative_scan(jnp.add, blocks.sum(1, dtype=jnp.int32))

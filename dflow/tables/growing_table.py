@@ -72,7 +72,7 @@ def grow(table: ShardedVariable, config: Vocabulary, initial: Callable[[], Any],
         first = table.layout.bounds[number]
 
         def values(rows: Any, first: int = first) -> Any:
-            return jax.vmap(lambda place: row(place)[0])(rows + first)
+            return jax.vmap(lambda position: row(position)[0])(rows + first)
 
         own = {kind: variable.shards[number] for kind, variable in made.items()}
         shard.hooks = ShardVocabulary(shard, config, (buckets, first // each), values, own, ledger)
@@ -149,7 +149,7 @@ def _find(table: ShardedVariable, ids: WideIds) -> FoundIds:
         ids_of.find(name(own, f"{table.name}/{number}/ids"), count)
         for number, (ids_of, own, count) in enumerate(zip(by_shard, way.ids, way.counts, strict=True))
     ]
-    return FoundIds(table, shape, tuple(shards), way.places)
+    return FoundIds(table, shape, tuple(shards), way.positions)
 
 
 def rows_of(found: FoundIds) -> jax.Array:

@@ -20,14 +20,14 @@ from dflow.tracing.primitives.first_rows import first_rows
 class IdRoute(NamedTuple):
     """The ids that each shard is asked for, each once, those of one bucket next to each other.
 
-    ids     by shard, u32[n, 2]: upper and lower bits; those past `counts` are zero
-    counts  by shard, i32[]
-    places  i32[n]: of each id given, the place of its row in the concatenated arrays of all shards
+    ids        by shard, u32[n, 2]: upper and lower bits; those past `counts` are zero
+    counts     by shard, i32[]
+    positions  i32[n]: of each id given, the position of its row in the concatenated arrays of all shards
     """
 
     ids: Sequence[Any]
     counts: Sequence[Any]
-    places: Any
+    positions: Any
 
 
 def route_ids(bounds: Sequence[int], ids: WideIds) -> IdRoute:
@@ -64,8 +64,8 @@ def route_ids(bounds: Sequence[int], ids: WideIds) -> IdRoute:
         first_rows(jax.lax.dynamic_slice(sorted_ids, (starts[shard], np.int32(0)), (count, 2)), counts[shard])
         for shard in shards
     ]
-    places = ranks + (np.arange(len(bounds) - 1, dtype=np.int32) * count - starts[:-1])[shard_of]
-    return IdRoute(routed, counts, jnp.zeros(count, jnp.int32).at[number].set(places))
+    positions = ranks + (np.arange(len(bounds) - 1, dtype=np.int32) * count - starts[:-1])[shard_of]
+    return IdRoute(routed, counts, jnp.zeros(count, jnp.int32).at[number].set(positions))
 
 
 def bucket_of(high: Any, low: Any, buckets: int) -> Any:

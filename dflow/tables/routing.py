@@ -26,15 +26,15 @@ MOST_COUNTED = 8
 class Route(NamedTuple):
     """The rows that each shard is asked for, each once.
 
-    rows     by shard, i32[room]: row numbers in the shard; those past `counts` are past the end
-    counts   by shard, i32[]
-    places   i32[n]: of each number given, the place of its row in the concatenated arrays of all shards; for a number
-             without a row it is past the end
+    rows       by shard, i32[room]: row numbers in the shard; those past `counts` are past the end
+    counts     by shard, i32[]
+    positions  i32[n]: of each number given, the position of its row in all shards' concatenated arrays; for a number
+               without a row it is past the end
     """
 
     rows: Sequence[Any]
     counts: Sequence[Any]
-    places: Any
+    positions: Any
 
 
 def route(layout: ShardLayout, numbers: Any) -> Route:
@@ -46,8 +46,8 @@ def route(layout: ShardLayout, numbers: Any) -> Route:
     rooms = np.minimum(sizes, count)
     is_row = (numbers >= 0) & (numbers < size)
     inside = jnp.where(is_row, numbers, 0)
-    places = layout.places(inside) if divided > 1 else inside
-    shard_of = jnp.searchsorted(bounds[1:], places, side="right", method="compare_all").astype(jnp.int32)
+    positions = layout.positions(inside) if divided > 1 else inside
+    shard_of = jnp.searchsorted(bounds[1:], positions, side="right", method="compare_all").astype(jnp.int32)
     equal = representatives(inside, is_row)
     is_first = is_row & (equal == jnp.arange(count))
     ranks, counts = _ranks(shard_of, is_first, divided)
@@ -55,7 +55,7 @@ def route(layout: ShardLayout, numbers: Any) -> Route:
     slots = jnp.asarray(room_before)[shard_of] + ranks
     none = room_before[-1]
     asked = jnp.asarray(np.repeat(sizes, rooms))
-    asked = asked.at[jnp.where(is_first, slots, none)].set(places - jnp.asarray(bounds)[shard_of], mode="drop")
+    asked = asked.at[jnp.where(is_first, slots, none)].set(positions - jnp.asarray(bounds)[shard_of], mode="drop")
     # One value for each shard: it is sent once, with the row numbers.
     counted = [counts[shard] for shard in range(divided)]
     rows = [
@@ -73,10 +73,10 @@ def rows_of_each_shard(layout: ShardLayout, numbers: Any) -> list[tuple[Any, Any
     """
     if layout.axis == 1:
         return [(numbers, jnp.ones(numbers.shape, bool))] * layout.shards
-    places, bounds = layout.places(numbers), layout.bounds
-    owned = [(places >= first) & (places < end) for first, end in itertools.pairwise(bounds)]
+    positions, bounds = layout.positions(numbers), layout.bounds
+    owned = [(positions >= first) & (positions < end) for first, end in itertools.pairwise(bounds)]
     return [
-        (jnp.where(is_own, places - first, end - first), is_own)
+        (jnp.where(is_own, positions - first, end - first), is_own)
         for is_own, (first, end) in zip(owned, itertools.pairwise(bounds), strict=True)
     ]
 
@@ -88,8 +88,8 @@ def _ranks(shard_of: Any, is_first: Any, shards: int) -> tuple[Any, Any]:
         # One array has them by shard, and in their order in each shard.
         ordered = jnp.sort(jnp.where(is_first, shard_of * count + jnp.arange(count), shards * count))
         starts = jnp.searchsorted(ordered, jnp.arange(shards + 1) * count).astype(jnp.int32)
-        places = jnp.zeros(count, jnp.int32).at[jnp.where(ordered < shards * count, ordered % count, count)]
-        return places.set(jnp.arange(count), mode="drop") - starts[shard_of], starts[1:] - starts[:-1]
+        positions = jnp.zeros(count, jnp.int32).at[jnp.where(ordered < shards * count, ordered % count, count)]
+        return positions.set(jnp.arange(count), mode="drop") - starts[shard_of], starts[1:] - starts[:-1]
     is_of = is_first[:, None] & (shard_of[:, None] == jnp.arange(shards))
     # Not `jnp.cumsum`, which JAX 0.12 exports as an op that it cannot read back.
     so_far = jax.lax.associative_scan(jnp.add, is_of.astype(jnp.int32))
@@ -124,9 +124,9 @@ def combined(kind: str, way: Route, rows: Any) -> list[Any]:
     neutral, method = _COMBINED[kind]
     rooms = [each.shape[0] for each in way.rows]
     if method == "add":
-        whole = summed_at(way.places, rows, sum(rooms))
+        whole = summed_at(way.positions, rows, sum(rooms))
     else:
         whole = jnp.full((sum(rooms), *rows.shape[1:]), neutral(rows.dtype), rows.dtype)
-        whole = getattr(whole.at[way.places], method)(rows, mode="drop")
+        whole = getattr(whole.at[way.positions], method)(rows, mode="drop")
     cuts = np.cumsum(rooms)[:-1]
     return [first_rows(each, count) for each, count in zip(jnp.split(whole, cuts), way.counts, strict=True)]

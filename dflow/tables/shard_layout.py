@@ -80,7 +80,7 @@ class ShardLayout:
             return AxisSlice(self.axis, shard, end - first, self.shards)
         return AxisSlice(self.axis, first, end - first)
 
-    def places(self, rows: Any) -> Any:
+    def positions(self, rows: Any) -> Any:
         """The number of each row (column) in the order of the shards; `rows` are integers from 0 to `size` - 1."""
         if self.by != "modulo" or self.shards == 1:
             return rows
@@ -92,7 +92,7 @@ class ShardLayout:
         whole: jax.Array = shards[0] if len(shards) == 1 else jnp.concatenate(shards, axis)
         if self.by != "modulo" or self.shards == 1:
             return whole
-        return jnp.take(whole, self.places(jnp.arange(self.size)), axis)
+        return jnp.take(whole, self.positions(jnp.arange(self.size)), axis)
 
 
 def check_cover(layout: ShardLayout) -> None:

@@ -41,9 +41,9 @@ from dflow.tracing.state.variable_hooks import VariableHooks
 
 #: Number of new rows whose initial values are computed together: a step computes as many blocks as it has new ids.
 BLOCK = 64
-#: The place of each count in the variable `ledger`, whose place 0 is the clock; a count has its low and high bits.
+#: The position of each count in the variable `ledger`, which begins with the clock; a count has its low and high bits.
 _PLACES = {name: 1 + 2 * number for number, name in enumerate(VocabularyCounts._fields)}
-#: The place of the time when ids were last refused a row.
+#: The position of the time when ids were last refused a row.
 _REFUSED_AT = 1 + 2 * len(_PLACES)
 
 _LAST = np.uint32(2**32 - 1)
@@ -179,7 +179,9 @@ class ShardVocabulary(VariableHooks):
     def counts(self) -> VocabularyCounts:
         """The counts of this shard."""
         ledger = np.asarray(self.ledger.read()).astype(object)
-        return VocabularyCounts(*(int(ledger[place] + (ledger[place + 1] << 32)) for place in _PLACES.values()))
+        return VocabularyCounts(
+            *(int(ledger[position] + (ledger[position + 1] << 32)) for position in _PLACES.values())
+        )
 
     def _note_use(self, used: _Used, now: Any, is_update: bool, counted: dict[str, Any]) -> Any:
         """Note the use of the ids that have rows; return a mask of the others that are to get one."""
@@ -233,9 +235,9 @@ class ShardVocabulary(VariableHooks):
         """Set new rows of the shard, and of the optimizers' slots, to their initial values."""
         blocks = -(-rows.shape[0] // BLOCK)
         ranks = jax.lax.associative_scan(jnp.add, are_new.astype(jnp.int32))
-        places = jnp.where(are_new, ranks - 1, blocks * BLOCK)
+        positions = jnp.where(are_new, ranks - 1, blocks * BLOCK)
         # The new rows first: usually they are few.
-        rows = jnp.full(blocks * BLOCK, self._row_count, jnp.int32).at[places].set(rows, mode="drop")
+        rows = jnp.full(blocks * BLOCK, self._row_count, jnp.int32).at[positions].set(rows, mode="drop")
 
         def block(state: Any) -> Any:
             number, values = state
@@ -257,7 +259,7 @@ class ShardVocabulary(VariableHooks):
         self.ledger.scatter_update(jnp.zeros(1, jnp.int32), clock[None])
 
     def _note_counts(self, counted: Mapping[str, Any], now: Any) -> None:
-        """Add numbers to the counts, whose upper bits have places of their own."""
+        """Add numbers to the counts, whose upper bits have positions of their own."""
         ledger = self.ledger.read()
         more = jnp.stack([counted[name] for name in _PLACES])
         low = ledger[1:_REFUSED_AT:2] + more
@@ -285,9 +287,9 @@ class ShardVocabulary(VariableHooks):
         return bucket * (self.config.bucket + 1) + slot.astype(jnp.int32)
 
     def _counter(self, used: _Used, mask: Any) -> Any:
-        """The place of the counter of each id; past the end for ids outside of the mask."""
-        place = self._row(used.bucket, mixed_bits(used.hashed) % np.uint32(self.config.bucket))
-        return jnp.where(mask, place, self._row_count)
+        """The position of the counter of each id; past the end for ids outside of the mask."""
+        position = self._row(used.bucket, mixed_bits(used.hashed) % np.uint32(self.config.bucket))
+        return jnp.where(mask, position, self._row_count)
 
 
 class _Used(NamedTuple):

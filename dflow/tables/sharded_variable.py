@@ -204,7 +204,7 @@ class ShardedVariable(RowUpdates):
             found = jnp.concatenate(list(map(_looked_up, shards, way.rows, way.counts)))
         else:
             found = jnp.concatenate([_looked_up(shard, way.rows[0], way.counts[0]) for shard in shards], axis=1)
-        return jnp.take(found, way.places, axis=0, mode="clip").reshape(shape)
+        return jnp.take(found, way.positions, axis=0, mode="clip").reshape(shape)
 
     def checked(self, numbers: Any) -> jax.Array:
         """The numbers as i32, if each is that of a row.
@@ -346,8 +346,8 @@ class ShardedVariable(RowUpdates):
             rows = rows.astype(self.dtype).reshape(-1, *self.shape[1:])
             way = route(self.layout, numbers)
             if self.layout.axis == 0:
-                for shard, places, each in zip(shards, way.rows, combined(kind, way, rows), strict=True):
-                    getattr(shard, kind)(places, each)
+                for shard, positions, each in zip(shards, way.rows, combined(kind, way, rows), strict=True):
+                    getattr(shard, kind)(positions, each)
             else:
                 for number, shard in enumerate(shards):
                     [each] = combined(kind, way, self.layout.part(number).of(rows))

@@ -36,7 +36,7 @@ def softmax_cross_entropy(
              shapes that do not fit
     """
     hidden, labels = _checked(weights, hidden, labels, bias)
-    places = weights.layout.places(labels)
+    positions = weights.layout.positions(labels)
     bounds = weights.layout.bounds
     dtype = jnp.result_type(hidden, weights.dtype)
     wide = sum_dtype(dtype)
@@ -49,7 +49,7 @@ def softmax_cross_entropy(
             peak = jax.lax.stop_gradient(logits.max(-1))
             largest.append(peak)
             sums.append(jnp.exp(logits - peak[..., None]).sum(-1))
-            here = places - bounds[number]
+            here = positions - bounds[number]
             is_here = (here >= 0) & (here < shard.shape[0])
             found = jnp.take_along_axis(logits, jnp.where(is_here, here, 0)[..., None], -1)[..., 0]
             found = jnp.where(is_here, found, 0)

@@ -34,7 +34,7 @@ def wide_ids(ids: Any) -> WideIds:
     ids     integers of any shape and of at most 64 bits, in NumPy's arrays or lists: each id as it is, a negative one
             as its 64 bits. Or strings or bytes: a hash of 64 bits of each, the same on every machine
     raises  InputError for a JAX array of fewer than 64 bits, which may have lost the upper ones, and for other values:
-            it names the first, its place, and the column if `ids` is a pandas or Polars column
+            it names the first, its position, and the column if `ids` is a pandas or Polars column
     """
     name = getattr(ids, "name", None)
     return wide_ids_of(ids, f"wide ids of column {name!r}" if isinstance(name, str) else "wide ids")
@@ -96,30 +96,30 @@ def _is_missing(id: Any) -> bool:
 def _no_ids(array: np.ndarray[Any, Any], what: str) -> InputError:
     """The error for an array that has other values than integers and strings: it names the first of them."""
     if array.dtype.kind == "f" or array.dtype == object:
-        for place, id in np.ndenumerate(array):
+        for position, id in np.ndenumerate(array):
             if _is_missing(id):
-                return _missing(str(id), place, what, of_numbers=array.dtype != object or _has_numbers(array))
+                return _missing(str(id), position, what, of_numbers=array.dtype != object or _has_numbers(array))
     if array.dtype == object:
         are_strings = isinstance(array.flat[0], str | bytes)
-        for place, id in np.ndenumerate(array):
+        for position, id in np.ndenumerate(array):
             if isinstance(id, int) and not isinstance(id, bool) and not are_strings and not _is_integer(id):
                 return InputError(
-                    f"{what}: expected integers of at most 64 bits, got {id}{_at(place)}",
+                    f"{what}: expected integers of at most 64 bits, got {id}{_at(position)}",
                     "give the ids as strings, str(id)",
                 )
             if not (isinstance(id, str | bytes) if are_strings else _is_integer(id)):
                 return InputError(
                     f"{what}: expected {'strings' if are_strings else 'integers'} alone, got {id!r} "
-                    f"({type(id).__name__}){_at(place)}",
+                    f"({type(id).__name__}){_at(position)}",
                     f"convert them first, for instance by column.astype({'int' if isinstance(id, float) else 'str'})",
                 )
     return InputError(f"{what}: expected integers or strings, got {array.dtype}", "convert them first: ids.astype(int)")
 
 
-def _missing(id: str, place: Any, what: str, *, of_numbers: bool) -> InputError:
+def _missing(id: str, position: Any, what: str, *, of_numbers: bool) -> InputError:
     own = "fillna(-1).astype(int)" if of_numbers else "fillna('')"
     return InputError(
-        f"{what}: expected integers or strings, got {id}{_at(place)}",
+        f"{what}: expected integers or strings, got {id}{_at(position)}",
         f"leave its row out, or give the missing an id of their own, such as column.{own} in pandas",
     )
 
@@ -128,8 +128,8 @@ def _has_numbers(array: np.ndarray[Any, Any]) -> bool:
     return any(isinstance(id, int | np.integer) for id in array.flat)
 
 
-def _at(place: Any) -> str:
-    return f" at {tuple(map(int, place))}" if len(place) else ""
+def _at(position: Any) -> str:
+    return f" at {tuple(map(int, position))}" if len(position) else ""
 
 
 def _hash(id: Any) -> int:

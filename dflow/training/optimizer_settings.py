@@ -95,7 +95,7 @@ def _closure(function: FunctionType, name: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{owner}(default {number})", one) for number, one in enumerate(function.__defaults__ or ()))
     yield from ((f"{owner}({key})", one) for key, one in (function.__kwdefaults__ or {}).items())
     constants = [one for one in code.co_consts if isinstance(one, int | float | complex)]
-    yield from ((f"{owner} (number {place} in its code)", one) for place, one in enumerate(constants))
+    yield from ((f"{owner} (number {position} in its code)", one) for position, one in enumerate(constants))
     named = [(key, function.__globals__[key]) for key in code.co_names if key in function.__globals__]
     yield from ((f"{owner}.{key}", one) for key, one in named if _shown(one) is not None)
 

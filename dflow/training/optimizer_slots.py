@@ -200,24 +200,24 @@ class _Computed(TypedInitial):
 
 def _initials_of(graph: Graph, values: Callable[[], Sequence[Any]]) -> list[TypedInitial]:
     """Return the initialiser of each output of a graph. `values` computes all outputs, if one is needed by value."""
-    made_by = {value: (place, node) for place, node in enumerate(graph.nodes) for value in node.outputs}
+    made_by = {value: (position, node) for position, node in enumerate(graph.nodes) for value in node.outputs}
     # An entry keeps its program alive, because parts of the key are identities of the objects that it holds.
     shared: dict[Hashable, tuple[Discharged, InitialOps]] = {}
     once = functools.cache(values)
 
-    def initial(place: int, output: Operand) -> TypedInitial:
+    def initial(position: int, output: Operand) -> TypedInitial:
         type = output.type
         assert isinstance(type, ArrayType)
         nodes = _behind(output, made_by)
         if nodes is None:
-            return _Computed(type.strong, lambda: once()[place])
+            return _Computed(type.strong, lambda: once()[position])
         pure = discharge(Graph((), tuple(nodes), (output,)))
         key = output if (found := computation(pure)) is None else found
         if key not in shared:
             shared[key] = pure, InitialOps(lambda: pure.fn()[0] if nodes else jnp.asarray(pure.fn()[0], type.dtype))
         return shared[key][1]
 
-    return [initial(place, output) for place, output in enumerate(graph.outputs)]
+    return [initial(position, output) for position, output in enumerate(graph.outputs)]
 
 
 def _behind(output: Operand, made_by: Mapping[Value, tuple[int, Node]]) -> Sequence[Node] | None:
@@ -230,8 +230,8 @@ def _behind(output: Operand, made_by: Mapping[Value, tuple[int, Node]]) -> Seque
             continue
         if value not in made_by:
             return None
-        place, node = made_by[value]
-        if place not in found:
-            found[place] = node
+        position, node = made_by[value]
+        if position not in found:
+            found[position] = node
             wanted += [*node.inputs, *node.values]
-    return [found[place] for place in sorted(found)]
+    return [found[position] for position in sorted(found)]

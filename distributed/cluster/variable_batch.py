@@ -294,10 +294,10 @@ class _Creation:
                 self._failed.update((each.variable, answer) for each in parcel.wanted)
                 continue
             created: VariablesCreated = answer.message
-            for place, each in enumerate(parcel.wanted):
-                if place in created.failures:
-                    self._failed[each.variable] = error_of(created.failures[place], parcel.task)
-                elif place in created.missing:
+            for position, each in enumerate(parcel.wanted):
+                if position in created.failures:
+                    self._failed[each.variable] = error_of(created.failures[position], parcel.task)
+                elif position in created.missing:
                     missing.append(each)
                 else:
                     self._created(each, parcel.task)

@@ -43,7 +43,7 @@ class AllReduce(Strategy):
 
     Each worker gives its own part of each batch; the step gets the arrays of all parts together, in the order of the
     workers, so the result is that of one process. Scalars must be the same in all processes. Workers whose devices
-    have the same place along the axis of batches give the same part. A function of batches is given the number `step` *
+    have one position along the axis of batches give the same part. A function of batches is given the number `step` *
     n + `index` of n parts, where `index` is the worker's part: see `part`.
 
     The loop ends in all processes at the same step: when the batches of one of them end, the others leave their batch

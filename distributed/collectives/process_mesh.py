@@ -1,6 +1,6 @@
 """The mesh of devices of all processes of a group: the shardings of variables on it, and batches divided over it.
 
-Each process gives its own part of a batch. Processes whose devices have the same place along the axis of batches, such
+Each process gives its own part of a batch. Processes whose devices have one position along the axis of batches, such
 as processes that divide one model's layers, give the same part.
 """
 
@@ -47,28 +47,28 @@ class ProcessMesh:
         sizes = _sizes(axes, jax.device_count())
         self.mesh = jax.make_mesh(sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
         self._batch_axis, self._fully_sharded = batch_axis, fully_sharded
-        places = self._places()
-        parts = sorted({*places.values()})
+        positions = self._positions()
+        parts = sorted({*positions.values()})
         if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != self.mesh.shape[batch_axis]:
-            counts = ", ".join(f"process {process}: {list(part)}" for process, part in sorted(places.items()))
+            counts = ", ".join(f"process {process}: {list(part)}" for process, part in sorted(positions.items()))
             raise StrategyError(
                 f"AllReduce: axes: expected equal parts of the axis {batch_axis!r} on all processes, got {counts}",
                 "give each process the same number of devices, and the axis of batches first",
             )
         #: Index of this process's part of each batch, and the number of parts.
-        self.part, self.parts = parts.index(places[jax.process_index()]), len(parts)
+        self.part, self.parts = parts.index(positions[jax.process_index()]), len(parts)
         #: Number of pieces into which this process's part is divided.
         self.pieces = len(parts[0])
         #: Whether other processes give the same part.
         self.shares_part = jax.process_count() > len(parts)
 
-    def _places(self) -> dict[int, tuple[int, ...]]:
-        """Return the places along the axis of batches that each process has devices at."""
+    def _positions(self) -> dict[int, tuple[int, ...]]:
+        """Return the positions along the axis of batches that each process has devices at."""
         axis = self.mesh.axis_names.index(self._batch_axis)
         found: dict[int, set[int]] = {}
         for index, device in np.ndenumerate(self.mesh.devices):
             found.setdefault(device.process_index, set()).add(index[axis])
-        return {process: tuple(sorted(places)) for process, places in found.items()}
+        return {process: tuple(sorted(positions)) for process, positions in found.items()}
 
     @contextmanager
     def shared_step(self, programs: AgreedPrograms, point: str, *, is_one_call: bool) -> Iterator[None]:

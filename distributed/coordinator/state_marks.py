@@ -55,10 +55,10 @@ class StateMarks:
         """Describe the changes up to `mark` that this state lacks; empty if it has all."""
         if not mark.start:
             return ""
-        places = [place for place, start in enumerate(self._starts) if start.name == mark.start]
-        if not places:
+        positions = [position for position, start in enumerate(self._starts) if start.name == mark.start]
+        if not positions:
             return f"it has no change since start {mark.start}"
-        later = self._starts[places[0] + 1 :]
+        later = self._starts[positions[0] + 1 :]
         last = later[0].found if later else self._revision
         return "" if mark.revision <= last else f"of the changes up to {mark.revision} it has those up to {last}"
 

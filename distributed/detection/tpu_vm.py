@@ -64,8 +64,8 @@ def _finding(said: Variables, hosts: list[str], number: int) -> Finding:
         return said.finding("the only host of its slice, which is alone")
     if slices > 1 and not first:
         raise said.missing("MEGASCALE_COORDINATOR_ADDRESS", "where the first of several slices is")
-    place = within * len(hosts) + number
-    spec = even_cluster(said, first or hosts[0], DEFAULT_PORT, count, place, node=place, nodes=count)
+    position = within * len(hosts) + number
+    spec = even_cluster(said, first or hosts[0], DEFAULT_PORT, count, position, node=position, nodes=count)
     return said.finding(f"host {number} of {len(hosts)} in slice {within} of {slices}", spec)
 
 

@@ -40,7 +40,7 @@ def start_registration(peer: Peer, lowered: Lowered, exports: SharedExports) -> 
         if isinstance(reply, BaseException) or not reply.message.missing:
             registered(reply)
             return
-        sent = [blob if place in reply.message.missing else b"" for place, blob in enumerate(blobs)]
+        sent = [blob if position in reply.message.missing else b"" for position, blob in enumerate(blobs)]
         try:
             peer.start(RegisterPlan(plan, tuple(map(len, sent)), names), b"".join(sent), on_reply=registered)
         except Exception as error:

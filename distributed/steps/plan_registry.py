@@ -162,7 +162,7 @@ class PlanRegistry:
         named = enumerate(zip(message.program_sizes, message.programs, variables, strict=True))
         with self._lock:
             return tuple(
-                place for place, (size, name, used) in named if size == 0 and (name, *used) not in self._programs
+                position for position, (size, name, used) in named if size == 0 and (name, *used) not in self._programs
             )
 
     def _checked(self, message: RegisterPlan) -> tuple[Plan, list[tuple[int, int]]]:
@@ -212,10 +212,10 @@ def _fingerprints(message: RegisterPlan, blobs: Sequence[memoryview]) -> list[by
     if message.programs or not all(message.program_sizes):
         _check_named(message)
     found = [hashlib.sha256(blob).digest() if blob else message.programs[n] for n, blob in enumerate(blobs)]
-    for place, (declared, computed) in enumerate(zip(message.programs, found, strict=False)):
+    for position, (declared, computed) in enumerate(zip(message.programs, found, strict=False)):
         if declared != computed:
             raise WireError(
-                f"program {place}: SHA-256 mismatch: declared {declared.hex()}, payload has {computed.hex()}"
+                f"program {position}: SHA-256 mismatch: declared {declared.hex()}, payload has {computed.hex()}"
             )
     return found
 

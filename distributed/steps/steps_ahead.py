@@ -256,7 +256,7 @@ class StepsAhead:
             return None
         flat: list[tuple[list[Any], Any]] = [jax.tree_util.tree_flatten(batch) for batch in self._batches]
         (now, tree), (then, later_tree) = flat
-        place_of = {id(leaf): place for place, leaf in enumerate(now)}
+        place_of = {id(leaf): position for position, leaf in enumerate(now)}
         why_not = called.why_not_own
         if not why_not and not all(id(leaf) in place_of for leaf in leaves):
             why_not = OTHER_ARRAYS

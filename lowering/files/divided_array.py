@@ -1,4 +1,4 @@
-"""An array that several variables divide, on one task or several, written to one place.
+"""An array that several variables divide, on one task or several, written to one location.
 
 Why: tasks that write to one chunk need a store with conditional writes, which not every store has. So each chunk is
 written by one task, which asks the others for their elements. The chunks are about as large as the parts, or
@@ -80,7 +80,9 @@ class DividedArray:
         if self.parts[0].step != 1:
             return number * len(self.parts) // count
         middle = sum(along) // 2
-        return next(place for place, part in enumerate(self.parts) if part.start <= middle < part.start + part.size)
+        return next(
+            position for position, part in enumerate(self.parts) if part.start <= middle < part.start + part.size
+        )
 
     def _chunk(self, bounds: Bounds) -> npt.NDArray[Any]:
         axis = self.parts[0].axis

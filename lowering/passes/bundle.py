@@ -8,7 +8,7 @@ the same users at the destination, which need all of them anyway, and none has m
 single value.
 
 The arguments of an iteration of a loop become ready at different times, so they are not bundled. Nor are arrays
-whose first rows alone are sent, since the next value would have another place in each step.
+whose first rows alone are sent, since the next value would have another position in each step.
 """
 
 from __future__ import annotations

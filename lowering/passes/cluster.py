@@ -50,11 +50,11 @@ class FormClusters(Pass):
         for (stage, _), group in groups.items():
             for nodes in _sent_and_rest(graph, group, received):
                 first, rest = early_and_rest(graph, nodes)
-                for place, part, earlier in ((_FIRST, first, ()), (_REST, rest, first)):
+                for position, part, earlier in ((_FIRST, first, ()), (_REST, rest, first)):
                     if part:
                         call, inside = _call(graph, part, earlier, fresh)
                         moved.update(dict.fromkeys(inside, call.outputs[0]))
-                        ranked.append((_rank(stage, place), call))
+                        ranked.append((_rank(stage, position), call))
         ranked.sort(key=lambda entry: entry[0])
         return Graph(graph.inputs, tuple(_reordered(node, moved) for _, node in ranked), graph.outputs)
 
@@ -153,8 +153,8 @@ _HOST_OPS = frozenset(ops.HOST_OPS)
 _ALONE = _HOST_OPS | {ops.net_send, ops.net_recv, ops.dev_copy, ops.ids_check}
 
 
-def _rank(stage: _ClusterStage, place: int) -> tuple[int, int, int]:
-    return stage.level, stage.hosts.bit_count(), place
+def _rank(stage: _ClusterStage, position: int) -> tuple[int, int, int]:
+    return stage.level, stage.hosts.bit_count(), position
 
 
 def _stands_alone(node: Node) -> bool:

@@ -143,13 +143,13 @@ class _Cut:
         tasks = tuple(dict.fromkeys([task_of(node.device or ""), *within]))
         cuts = [_cut_of_divided(node, body, self._fresh_edge) for body in node.bodies]
         outputs = [cut.part(node, body, tasks) for cut, body in zip(cuts, node.bodies, strict=True)]
-        places = [
-            (place, task)
-            for place in range(len(node.handed))
+        positions = [
+            (position, task)
+            for position in range(len(node.handed))
             for task in tasks
-            if any(cut.takes(place, task) for cut in cuts)
+            if any(cut.takes(position, task) for cut in cuts)
         ]
-        handed = [self.at(node.handed[place], task) for place, task in places]
+        handed = [self.at(node.handed[position], task) for position, task in positions]
         own, extra, attributes = node.inputs[: node.op.own_operands], [], {**node.attributes, "tasks": tasks}
         for index in own:
             # Each other task gets the index of the branch as an additional operand, which no body uses.
@@ -157,8 +157,8 @@ class _Cut:
             first = len(own) + len(handed)
             attributes["picks"] = (0, *range(first, first + len(extra)))
         if "rows" in attributes:
-            attributes["rows"] = sum(place >= len(node.handed) - attributes["rows"] for place, _ in places)
-        bodies = tuple(cut.made(places, extra, given) for cut, given in zip(cuts, outputs, strict=True))
+            attributes["rows"] = sum(position >= len(node.handed) - attributes["rows"] for position, _ in positions)
+        bodies = tuple(cut.made(positions, extra, given) for cut, given in zip(cuts, outputs, strict=True))
         inputs = (*(self.at(index, tasks[0]) for index in own), *handed, *(operand for operand, _ in extra))
         self._add(replace(node, inputs=inputs, attributes=attributes, bodies=bodies, device=tasks[0]))
 
@@ -173,18 +173,18 @@ class _Cut:
         homes = node.attributes["homes"] if node.array_outputs else ()
         return tuple(self.at(output, home) for output, home in zip(body.outputs, homes, strict=True))
 
-    def takes(self, place: int, task: str) -> bool:
-        """Whether a task takes the input at index `place`. A handle is taken by its own task alone."""
-        value = self._graph.inputs[place]
+    def takes(self, position: int, task: str) -> bool:
+        """Whether a task takes the input at index `position`. A handle is taken by its own task alone."""
+        value = self._graph.inputs[position]
         if isinstance(value.type, HANDLES):
             return task == task_of(value.device or "")
         return (value, task) in self._inputs or self._where.get(value) == task
 
     def made(
-        self, places: Sequence[tuple[int, str]], extra: Sequence[tuple[Operand, str]], outputs: tuple[Operand, ...]
+        self, positions: Sequence[tuple[int, str]], extra: Sequence[tuple[Operand, str]], outputs: tuple[Operand, ...]
     ) -> Graph:
-        """Return the body, with an input for each index and task in `places`, and with unused inputs for `extra`."""
-        inputs = [self._input(self._graph.inputs[place], task) for place, task in places]
+        """Return the body, with an input for each index and task in `positions`, and with unused inputs for `extra`."""
+        inputs = [self._input(self._graph.inputs[position], task) for position, task in positions]
         inputs += [Value(self._fresh("index"), operand.type, task) for operand, task in extra]
         return Graph(tuple(inputs), tuple(self.nodes), outputs)
 

@@ -43,10 +43,10 @@ def homes_of(node: Node, otherwise: str) -> tuple[str, ...]:
     For a result that they compute on several tasks, or return unchanged from their inputs, it is `otherwise`.
     """
     arms = node.bodies if node.op is ops.ctrl_cond else node.bodies[-1:]
-    return tuple(_common(arms, place, otherwise) for place in range(len(node.array_outputs)))
+    return tuple(_common(arms, position, otherwise) for position in range(len(node.array_outputs)))
 
 
-def _common(arms: tuple[Graph, ...], place: int, otherwise: str) -> str:
-    outputs = [(arm, arm.outputs[place]) for arm in arms]
+def _common(arms: tuple[Graph, ...], position: int, otherwise: str) -> str:
+    outputs = [(arm, arm.outputs[position]) for arm in arms]
     found = {made_on(arm.producers[v], v) for arm, v in outputs if isinstance(v, Value) and v in arm.producers}
     return found.pop() or otherwise if len(found) == 1 else otherwise

@@ -61,8 +61,8 @@ class Timeline:
         for number, node in enumerate(self.graph.nodes):
             for value, ref in zip(node.outputs, variables_read(node), strict=True) if node in taken else ():
                 times = writes.get(ref, [])
-                place = bisect_left(times, self.end[number])
-                found[value] = times[place] if place < len(times) else _FOR_EVER
+                position = bisect_left(times, self.end[number])
+                found[value] = times[position] if position < len(times) else _FOR_EVER
         return found
 
     @cached_property

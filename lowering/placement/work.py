@@ -76,8 +76,8 @@ def work_of(node: Node) -> Work:
         return Work(_convolution_flops(node), moved)
     given = sum(_count(value) for value in node.outputs)
     if name in _ROWS:
-        place = _ROWS[name]
-        rows = given if place is None else _count(node.inputs[place])
+        position = _ROWS[name]
+        rows = given if position is None else _count(node.inputs[position])
         return Work(rows, 3.0 * rows * _itemsize(node.inputs[0]))
     if name in _CUBIC:
         side = max((extent for operand in node.inputs for extent in _shape(operand)), default=1)

@@ -195,7 +195,7 @@ class HeldAccumulator(SharedResource):
             )
             for at, part in parts
         ]
-        distinct, places = np.unique(np.concatenate([at for at, _ in arrays]), return_inverse=True)
+        distinct, positions = np.unique(np.concatenate([at for at, _ in arrays]), return_inverse=True)
         if len(distinct) > component.count:
             raise AccumulatorError(
                 f"accumulator {self.name!r} would hold {len(distinct)} different rows, but a take gives "
@@ -203,7 +203,9 @@ class HeldAccumulator(SharedResource):
                 "give its spec more rows, or make that part of it dense",
             )
         total = np.zeros((len(distinct), *component.of.shape[1:]), sum_dtype(component.of.dtype))
-        for own, (_, rows) in zip(np.split(places, np.cumsum([len(at) for at, _ in arrays[:-1]])), arrays, strict=True):
+        for own, (_, rows) in zip(
+            np.split(positions, np.cumsum([len(at) for at, _ in arrays[:-1]])), arrays, strict=True
+        ):
             if np.bincount(own, minlength=1).max() == 1:
                 total[own] += rows  # a tenth of the time of `np.add.at`, which may meet an index twice
             else:
@@ -283,14 +285,16 @@ def _in_one_program(fn: Callable[..., list[Any]], *lists: Sequence[Any]) -> list
     components = list(zip(*lists, strict=True))
     if not components:
         return []
-    places = {next((array.sharding for array in arrays if isinstance(array, jax.Array)), None) for arrays in components}
-    if len(places) <= 1:
+    positions = {
+        next((array.sharding for array in arrays if isinstance(array, jax.Array)), None) for arrays in components
+    }
+    if len(positions) <= 1:
         return fn(*lists)
     return [fn(*([array] for array in arrays))[0] for arrays in components]
 
 
 def _existing(component: RowsType, indices: Any, rows: Any) -> tuple[Any, Any]:
-    """Return the indices and rows without those past the end, as gradients of lookups have at places left over."""
+    """Return the indices and rows without those past the end, as gradients of lookups have at positions left over."""
     is_row = indices < component.of.shape[0]
     return (indices, rows) if is_row.all() else (indices[is_row], rows[is_row])
 

@@ -96,11 +96,11 @@ class ShuffleOrder(ElementOrder):
 
     def pop(self) -> Element:
         # The last element moves to the free index, so that a pop takes constant time.
-        place = self._random.randrange(len(self._elements))
+        position = self._random.randrange(len(self._elements))
         last = self._elements.pop()
-        if place == len(self._elements):
+        if position == len(self._elements):
             return last
-        taken, self._elements[place] = self._elements[place], last
+        taken, self._elements[position] = self._elements[position], last
         return taken
 
 

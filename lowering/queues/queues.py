@@ -292,6 +292,6 @@ def _batch_of(rows: Sequence[Any], type: ArrayType, count: int) -> Sent:
         return as_operand(np.stack(arrays))
     batch = np.zeros((count, *largest), type.dtype)
     for number, array in enumerate(arrays):
-        place: Any = (number, *(slice(size) for size in array.shape))
-        batch[place] = array
+        position: Any = (number, *(slice(size) for size in array.shape))
+        batch[position] = array
     return as_operand(batch)

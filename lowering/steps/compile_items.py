@@ -48,14 +48,14 @@ def ranges_of(slots: Sequence[int]) -> list[slice]:
 def _filler(slots: Sequence[int], unused: Set[int] = frozenset()) -> Fill:
     """Return the function that fills `slots`, except the `unused` ones, with values."""
     count, ranges = len(slots), ranges_of(slots)
-    place = ranges[0] if len(ranges) == 1 and unused.isdisjoint(slots) else None
+    position = ranges[0] if len(ranges) == 1 and unused.isdisjoint(slots) else None
     kept = [(index, slot) for index, slot in enumerate(slots) if slot not in unused]
 
     def fill(held: list[Any], values: Sequence[Any]) -> None:
         if len(values) != count:
             raise InternalError(f"values of an item: expected {count}, got {len(values)}")
-        if place is not None:
-            held[place] = values
+        if position is not None:
+            held[position] = values
         else:
             for index, slot in kept:
                 held[slot] = values[index]
@@ -116,8 +116,8 @@ class ItemCompiler:
                 results = call_once(run.attempt, store, program, item, operands, state)
             else:
                 results = store.call(program, item.writes, item.reads, operands, state)
-            for place in copied:
-                results[place].copy_to_host_async()
+            for position in copied:
+                results[position].copy_to_host_async()
             fill(run.slots, results)
             if run.recorder.watched is not None:
                 written = state.written if state is not None else None

@@ -90,7 +90,9 @@ class _Compiler:
     ) -> None:
         self._executable, self._plan, self._store = executable, executable.plan, store
         self._is_repeated, self._follows, feeds = follows is not None, follows or {}, self._plan.feeds
-        self._carried = [place for place in carried if feeds[place] in {*executable.takers, *executable.fetched}]
+        self._carried = [
+            position for position in carried if feeds[position] in {*executable.takers, *executable.fetched}
+        ]
         self._order = _in_order(executable)
         before = self._waits_before()
         groups: dict[tuple[_Waits, _Kind], list[int]] = {} if self._order else {(0, _Kind.OTHER): []}
@@ -111,7 +113,7 @@ class _Compiler:
     def _waits_before(self) -> list[_Waits]:
         """Return, for each item, the waits that it needs, except waits that another one of them needs."""
         plan, waiting = self._plan, self._executable.waiting
-        bits = {plan.feeds[place]: 1 << self._feed(place) for place in self._carried}
+        bits = {plan.feeds[position]: 1 << self._feed(position) for position in self._carried}
         newest: list[_Waits] = [0] * len(plan.items)
         #: The waits that each wait needs, if it needs some, and all these waits.
         needed: dict[int, _Waits] = {}
@@ -166,7 +168,7 @@ class _Compiler:
             segments=[self._items(group, compiler) for group in groups.values()],
             following=following,
             after_item=after,
-            after_feed={place: after.get(self._feed(place), ()) for place in self._carried},
+            after_feed={position: after.get(self._feed(position), ()) for position in self._carried},
             after_release={
                 item: (len(before), after.get(self._release(item), ())) for item, before in self._follows.items()
             },
@@ -184,7 +186,9 @@ class _Compiler:
         items, shared = [], self._shared()
         for index in group:
             ended = {slot for slot in self._taken(index) if last[slot] == index} - self._executable.fetched
-            freed = [(place, (None,) * (place.stop - place.start)) for place in ranges_of(sorted(ended - shared))]
+            freed = [
+                (position, (None,) * (position.stop - position.start)) for position in ranges_of(sorted(ended - shared))
+            ]
             waits, do = index in self._executable.waiting, compiler.compiled(index)
             if ended & shared:
                 do = partial(_do_and_free, do, sorted(ended & shared))
@@ -197,8 +201,8 @@ class _Compiler:
         """The slots to be freed that several segments take."""
         return {slot for slot, segments in self._takers.items() if len(segments) > 1} - self._executable.fetched
 
-    def _feed(self, place: int) -> int:
-        return len(self._plan.items) + place
+    def _feed(self, position: int) -> int:
+        return len(self._plan.items) + position
 
     def _release(self, item: int) -> int:
         return len(self._plan.items) + len(self._plan.feeds) + item
@@ -231,7 +235,7 @@ def _tokens(count: int) -> Tokens:
 
 
 def _bits(number: int) -> Iterator[int]:
-    """Yield the places of the bits that are set, from the lowest on."""
+    """Yield the positions of the bits that are set, from the lowest on."""
     while number:
         lowest = number & -number
         yield lowest.bit_length() - 1

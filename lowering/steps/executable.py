@@ -194,11 +194,11 @@ class Executable:
         )
 
     def sent_results(self, index: int) -> tuple[int, ...]:
-        """Places, among the results of a call, of the values for other tasks."""
+        """Positions, among the results of a call, of the values for other tasks."""
         items = self.plan.items
         return tuple(
-            place
-            for place, slot in enumerate(gives(items[index]))
+            position
+            for position, slot in enumerate(gives(items[index]))
             if any(isinstance(items[taker], Send) for taker in self.takers.get(slot, ()))
         )
 
@@ -222,7 +222,7 @@ class Executable:
                 accesses.setdefault(key, []).append((index, changes))
         found: dict[int, set[int]] = {}
         for line in accesses.values():
-            changing = [place for place, (_, changes) in enumerate(line) if changes]
+            changing = [position for position, (_, changes) in enumerate(line) if changes]
             if changing:
                 first, last = line[changing[0]][0], line[changing[-1]][0]
                 for index, _ in line[: changing[0] + 1]:

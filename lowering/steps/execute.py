@@ -186,8 +186,8 @@ class Execution:
 
     def _begin_iteration(self, feeds: Sequence[Any], held: Mapping[int, int]) -> None:
         """Take the tokens of what an iteration of a loop need not wait for."""
-        for place, segments in self.compiled.after_feed.items():
-            if feeds[place] is not PENDING:
+        for position, segments in self.compiled.after_feed.items():
+            if feeds[position] is not PENDING:
                 self._first += self._ready_after(segments)
                 self._left.pop()
         for item, (count, segments) in self.compiled.after_release.items():
@@ -199,10 +199,10 @@ class Execution:
         """Run the items that need no wait, on this thread. Does nothing if it was cancelled before."""
         self._run(self._first)
 
-    def feed(self, place: int, value: Any) -> None:
-        """Supply the value of the feed at index `place`, which was PENDING."""
-        self.slots[self.plan.feeds[place]] = value
-        if (segments := self.compiled.after_feed.get(place)) is not None:
+    def feed(self, position: int, value: Any) -> None:
+        """Supply the value of the feed at index `position`, which was PENDING."""
+        self.slots[self.plan.feeds[position]] = value
+        if (segments := self.compiled.after_feed.get(position)) is not None:
             self._go_on(segments)
 
     def release_item(self, item: int) -> None:
@@ -286,8 +286,8 @@ class Execution:
                 except BaseException as error:
                     self._fail(index, error)
                     return
-                for place, nothing in freed:
-                    slots[place] = nothing
+                for position, nothing in freed:
+                    slots[position] = nothing
                 if not waits:
                     recorder.append((clock(), ITEM_ENDED, step, plan, index))
             for later in compiled.following[number]:

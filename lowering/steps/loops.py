@@ -61,9 +61,9 @@ class Loop:
         self._window = 1 if test is not None and may_conflict(test.executable, body.executable) else item.parallel
         self._stacks = [_Stack(type, item.length) for type in item.stacked] if isinstance(item, Scan) else []
         #: The indices of each slot of the body among its results.
-        self._places: dict[int, list[int]] = {}
-        for place, slot in enumerate(body.executable.plan.fetches):
-            self._places.setdefault(slot, []).append(place)
+        self._positions: dict[int, list[int]] = {}
+        for position, slot in enumerate(body.executable.plan.fetches):
+            self._positions.setdefault(slot, []).append(position)
         self._lock = threading.Lock()
         self._ended = False
         #: The iterations that have not ended, and the next one, by number.
@@ -149,12 +149,12 @@ class Loop:
         left = deque((number, slot, value) for slot, value in values)
         while left:
             number, slot, value = left.popleft()
-            for place in self._places.get(slot, ()):
-                if place >= self._item.carry:
-                    self._stacks[place - self._item.carry].put(self._row_of(number), value)
+            for position in self._positions.get(slot, ()):
+                if position >= self._item.carry:
+                    self._stacks[position - self._item.carry].put(self._row_of(number), value)
                     continue
-                later, feed = self._turns[number + 1], len(self._kept) + place
-                later.carried[place] = value
+                later, feed = self._turns[number + 1], len(self._kept) + position
+                later.carried[position] = value
                 told += [partial(run.feed, feed, value) for run in (later.run, later.test) if run is not None]
                 if later.run is not None:
                     left.append((number + 1, self._body.executable.plan.feeds[feed], value))

@@ -95,22 +95,24 @@ class _Share:
         picks = self._node.attributes.get("picks")
         return self._node.inputs[picks[self._tasks.index(self._task)] if picks else 0]
 
-    def takes(self, place: int) -> bool:
-        """Whether the operand of the bodies at index `place` is an array for this task."""
-        given = self._node.bodies[0].inputs[place]
+    def takes(self, position: int) -> bool:
+        """Whether the operand of the bodies at index `position` is an array for this task."""
+        given = self._node.bodies[0].inputs[position]
         return not isinstance(given.type, HANDLES) and (not self.is_divided or given.device == self._task)
 
     @property
     def gives(self) -> list[int]:
         """The indices of the results on this task."""
         homes = self._node.attributes.get("homes", ())
-        return [place for place in range(len(self._node.array_outputs)) if not homes or homes[place] == self._task]
+        return [
+            position for position in range(len(self._node.array_outputs)) if not homes or homes[position] == self._task
+        ]
 
     def given(self, body: Graph) -> list[Operand]:
         """Return the outputs of the task's share of a body."""
         if self._node.op is ops.ctrl_while and body is self._node.bodies[0]:
             return [body.outputs[self._tasks.index(self._task) if self.is_divided else 0]]
-        return [body.outputs[place] for place in self.gives]
+        return [body.outputs[position] for position in self.gives]
 
 
 @dataclass
@@ -184,13 +186,13 @@ class _Maker:
     def _control(self, node: Node, after: tuple[int, ...]) -> Branch | While | Scan:
         share = _Share(node, self.task)
         numbers = tuple(self._body(node, body) for body in node.bodies)
-        taken = [operand for place, operand in enumerate(node.handed) if share.takes(place)]
-        gives = tuple(self.slot(node.array_outputs[place]) for place in share.gives)
+        taken = [operand for position, operand in enumerate(node.handed) if share.takes(position)]
+        gives = tuple(self.slot(node.array_outputs[position]) for position in share.gives)
         if node.op is ops.ctrl_cond:
             return Branch(numbers, self._takes([share.index, *taken]), gives, after)
         takes = self._takes(taken)
         parallel = node.attributes.get("parallel", DEFAULT_PARALLEL_ITERATIONS)
-        carry = sum(place < node.attributes["carry"] for place in share.gives)
+        carry = sum(position < node.attributes["carry"] for position in share.gives)
         if node.op is ops.ctrl_while:
             test, repeated = numbers
             return While(test, repeated, carry, takes, gives, after, parallel)
@@ -201,7 +203,7 @@ class _Maker:
             reverse=node.attributes["reverse"],
             carry=carry,
             rows=sum(map(share.takes, range(first_row, len(node.handed)))),
-            stacked=tuple(str(node.bodies[0].outputs[place].type) for place in share.gives[carry:]),
+            stacked=tuple(str(node.bodies[0].outputs[position].type) for position in share.gives[carry:]),
             takes=takes,
             gives=gives,
             after=after,
@@ -216,7 +218,7 @@ class _Maker:
             if isinstance(ref.type, HANDLES)
         }
         maker, share = _Maker(self.task, keys, programs=self.programs), _Share(node, self.task)
-        maker.feeds = [maker.slot(value) for place, value in enumerate(body.inputs) if share.takes(place)]
+        maker.feeds = [maker.slot(value) for position, value in enumerate(body.inputs) if share.takes(position)]
         maker.snapshots = snapshots(body)
         for inner in body.nodes:
             if not share.is_divided or self.task in tasks_of(inner):

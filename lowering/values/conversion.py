@@ -37,9 +37,9 @@ def converted(name: str, value: Any, dtype: Any) -> Any:
     else:
         return found
     if is_lost.any():
-        place = tuple(map(int, np.argwhere(is_lost)[0]))
+        position = tuple(map(int, np.argwhere(is_lost)[0]))
         raise CheckpointError(
-            f"array {name!r}: expected numbers that {np.dtype(dtype).name} holds, got {array[place]} at {place}",
+            f"array {name!r}: expected numbers that {np.dtype(dtype).name} holds, got {array[position]} at {position}",
             "restore it into a variable of a wider dtype",
         )
     return found

@@ -208,7 +208,7 @@ class _Wrt:
             argnums = 0
         self._by_variable, self._by_argument = variables is not None, argnums is not None
         self.variables, tree = _flat_variables(function, variables)
-        #: `arguments` puts new leaves in their places among the arguments.
+        #: `arguments` puts new leaves in their positions among the arguments.
         self.leaves, picked_tree, self.arguments = _pick(function, args, argnums)
         self._trees = (tree, picked_tree)
         if not self.variables and not self.leaves:

@@ -74,7 +74,7 @@ class CustomCall:
         floating = _Participants([_is_floating(result) for result in results])
         if directions:
             flat = self.run(tangents, [*operands, *directions], values)
-            count = len(floating.places)
+            count = len(floating.positions)
             results = floating.joined(flat[:count], flat[2 * count :])
             along = floating.fill(along, flat[count : 2 * count])
         written, written_along = self._written_along(values, operands, moved_values, moved)
@@ -138,9 +138,9 @@ class CustomCall:
         total: _Values = [None] * (count + len(operands))
         incoming = [_instantiated(ct) for ct in by_result if _is_floating(ct)]
         _refuse_state(pull, incoming)
-        _add(total, [count + place for place in live.places], pull(incoming))
+        _add(total, [count + position for position in live.positions], pull(incoming))
         if not all(isinstance(ct, SymbolicZero) for ct in by_written):
-            _add(total, floating.places, written_pull([_instantiated(ct) for ct in by_written if _is_floating(ct)]))
+            _add(total, floating.positions, written_pull([_instantiated(ct) for ct in by_written if _is_floating(ct)]))
         return total[:count], total[count:]
 
     def _refuse_queues(self) -> None:
@@ -178,27 +178,30 @@ class _Participants:
     """The positions in a list of the values that take part in a derivative. A pytree without leaves."""
 
     def __init__(self, is_live: Sequence[bool]) -> None:
-        self.places = [place for place, live in enumerate(is_live) if live]
+        self.positions = [position for position, live in enumerate(is_live) if live]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Participants) and self.places == other.places
+        return isinstance(other, _Participants) and self.positions == other.positions
 
     def __hash__(self) -> int:
-        return hash(tuple(self.places))
+        return hash(tuple(self.positions))
 
     def pick(self, values: Sequence[Any]) -> _Values:
         """The values at the positions."""
-        return [values[place] for place in self.places]
+        return [values[position] for position in self.positions]
 
     def fill(self, values: Sequence[Any], given: Sequence[Any]) -> _Values:
         """A copy of `values`, with `given` at the positions."""
-        by_place = dict(zip(self.places, given, strict=True))
-        return [by_place.get(place, value) for place, value in enumerate(values)]
+        by_position = dict(zip(self.positions, given, strict=True))
+        return [by_position.get(position, value) for position, value in enumerate(values)]
 
     def joined(self, given: Sequence[Any], others: Sequence[Any]) -> _Values:
         """One list of both: `given` at the positions, `others` at the rest."""
-        at_places, between = iter(given), iter(others)
-        return [next(at_places if place in self.places else between) for place in range(len(given) + len(others))]
+        at_positions, between = iter(given), iter(others)
+        return [
+            next(at_positions if position in self.positions else between)
+            for position in range(len(given) + len(others))
+        ]
 
 
 def _needed(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -220,9 +223,9 @@ def _refuse_state(pull: Callable[..., Any], cotangents: _Values) -> None:
         )
 
 
-def _add(total: _Values, places: Sequence[int], more: Sequence[Any]) -> None:
-    for place, value in zip(places, more, strict=True):
-        total[place] = value if total[place] is None else total[place] + value
+def _add(total: _Values, positions: Sequence[int], more: Sequence[Any]) -> None:
+    for position, value in zip(positions, more, strict=True):
+        total[position] = value if total[position] is None else total[position] + value
 
 
 def _moves(tangent: Any, value: Any) -> bool:

@@ -193,9 +193,9 @@ def run_bodies(
     written = state.written(equation)
     with origin_of(equation).restored():
         run = _LOOKING[equation.primitive.name]
-        results, values, places = run(equation.params, list(operands), state, written, found)
+        results, values, positions = run(equation.params, list(operands), state, written, found)
     state.update(zip(written, values, strict=True))
-    return list(results), places
+    return list(results), positions
 
 
 def _read(equation: Equation, operands: list[Any], state: State) -> list[Any]:
@@ -229,9 +229,9 @@ def _call(key: str) -> _Rule:
     return lambda equation, operands, state: evaluate(*closed_parts(equation.params[key]), operands, state)
 
 
-#: The rows of lookups that were done before a body; None where the body computes their places.
+#: The rows of lookups that were done before a body; None where the body computes their positions.
 _Given = Sequence[Found] | None
-#: Results, values of the variables written, and places of the lookups.
+#: Results, values of the variables written, and positions of the lookups.
 _Looked = tuple[list[Any], list[Any], list[Any]]
 
 
@@ -249,7 +249,7 @@ def _body(closed: Any, state: State, written: list[Any]) -> Callable[..., _Looke
         lookups = BodyLookups(tables, found)
         inner = state.within({**fixed, **dict(zip(written, values, strict=True))}, lookups)
         results = evaluate(jaxpr, consts, operands, inner)
-        return results, inner.of(written), lookups.places
+        return results, inner.of(written), lookups.positions
 
     return run
 
@@ -271,12 +271,12 @@ def _scan(params: Mapping[str, Any], operands: list[Any], state: State, written:
     body = _body(params["jaxpr"], state, written)
 
     def step(carry: Any, x: Any) -> Any:
-        results, values, places = body([*consts, *carry[0], *x[0]], carry[1], x[1])
-        return (results[: len(init)], values), (results[len(init) :], places)
+        results, values, positions = body([*consts, *carry[0], *x[0]], carry[1], x[1])
+        return (results[: len(init)], values), (results[len(init) :], positions)
 
     kept = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
-    (carry, values), (ys, places) = jax.lax.scan(step, (init, state.of(written)), (xs, found), **kept)
-    return [*carry, *ys], values, places
+    (carry, values), (ys, positions) = jax.lax.scan(step, (init, state.of(written)), (xs, found), **kept)
+    return [*carry, *ys], values, positions
 
 
 def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written: list[Any], found: _Given) -> _Looked:
@@ -291,12 +291,12 @@ def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written:
 
         def branch(arrays: list[Any], values: list[Any], found: list[Found] | None) -> Any:
             own = None if found is None else found[first:last]
-            results, after, places = bodies[number](all_of(arrays), values, own)
+            results, after, positions = bodies[number](all_of(arrays), values, own)
             if found is None:
-                # The rows of all branches are looked up, whichever runs, but only that one computes places: another's
+                # The rows of all branches are looked up, whichever runs, but only it computes positions: another's
                 # computation may not end, or may call back. The first row stands in, and its gradient gets zeros.
-                places = [*_first_places(sites[:first]), *places, *_first_places(sites[last:])]
-            return results, after, places
+                positions = [*_first_positions(sites[:first]), *positions, *_first_positions(sites[last:])]
+            return results, after, positions
 
         return branch
 
@@ -304,9 +304,9 @@ def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written:
     return looked
 
 
-def _first_places(sites: Iterable[Site]) -> list[Any]:
-    """Zeros as the places of lookups in branches that do not run: the first row stands in."""
-    return [jnp.zeros(site.places.shape, site.places.dtype) for site in sites]
+def _first_positions(sites: Iterable[Site]) -> list[Any]:
+    """Zeros as the positions of lookups in branches that do not run: the first row stands in."""
+    return [jnp.zeros(site.positions.shape, site.positions.dtype) for site in sites]
 
 
 def _remat(params: Mapping[str, Any], operands: list[Any], state: State, written: list[Any], found: _Given) -> _Looked:

@@ -1,10 +1,10 @@
 """The lookups of a function in variables that it uses by lookups only, with those inside bodies.
 
 A lookup in the body of a `scan`, a `cond` or a `checkpoint` is done before that equation. A part of the body computes
-the places for all iterations and branches, one lookup finds their rows, and the body takes its rows as an operand. So
+the positions for all iterations and branches, a lookup finds their rows, and the body takes its rows as an operand. So
 their gradient is rows too, and a loop over a table on another task needs one lookup there.
 
-This is impossible where a place depends on rows that the same equation looks up (a decoder that feeds its own output
+This is impossible where a position depends on rows that the same equation looks up (a decoder that feeds its own output
 back). It does not pay where the iterations look up at least as many rows as the table has.
 """
 
@@ -50,7 +50,8 @@ def _looked_up_often(search: Search, tables: Collection[Any]) -> dict[Any, int]:
     """
     inside = {site.variable for _, _, sites in search.bodies for site in sites if site.variable in tables}
     found = {
-        table: sum(math.prod(site.places.shape) for site in search.sites if site.variable is table) for table in inside
+        table: sum(math.prod(site.positions.shape) for site in search.sites if site.variable is table)
+        for table in inside
     }
     return {table: count for table, count in found.items() if count >= table.shape[0]}
 
@@ -58,7 +59,7 @@ def _looked_up_often(search: Search, tables: Collection[Any]) -> dict[Any, int]:
 def _late_in(
     equation: Equation, operands: Mapping[int, Any], sites: Sequence[Site], tables: Collection[Any]
 ) -> set[Any]:
-    """The tables with a lookup in the bodies of an equation, of `Search.bodies`, whose places need the equation."""
+    """The tables with a lookup in the bodies of an equation, of `Search.bodies`, whose positions need the equation."""
     sites = [site for site in sites if site.variable in tables]
     if not sites:
         return set()
@@ -67,11 +68,11 @@ def _late_in(
     held = {number: Table(variable) for number, variable in operands.items() if variable in tables}
     arrays, all_of = without_tables([held.get(number, atom.aval) for number, atom in enumerate(equation.invars)])
 
-    def places(values: list[Any], arrays: list[Any]) -> list[Any]:
+    def positions(values: list[Any], arrays: list[Any]) -> list[Any]:
         state = State(zip(read, values, strict=True), BodyLookups(tables, None))
         return run_bodies(equation, all_of(arrays), state, None)[1]
 
-    jaxpr, _, _ = make_jaxpr(places, [variable.type.struct for variable in read], arrays)
+    jaxpr, _, _ = make_jaxpr(positions, [variable.type.struct for variable in read], arrays)
     return {
         site.variable
         for number, site in enumerate(sites)

@@ -17,25 +17,25 @@ def representatives(numbers: Any, is_wanted: Any = None) -> Any:
 
     `is_wanted` is bool[n]. A number that is not wanted has its own position, and no other number has that.
 
-    In each round every number that is still open goes to a place of a hash table, where the last one of them stays.
+    In each round every number that is still open goes to a cell of a hash table, where the last one of them stays.
     The numbers equal to it are represented by it; the others go on with another hash. So each round ends at least one
-    number for each place in use, and two rounds or three end nearly all.
+    number for each cell in use, and two rounds or three end nearly all.
     """
     [count] = numbers.shape
     positions = jnp.arange(count, dtype=jnp.int32)
-    places = 1 << max(1, ROOM * count - 1).bit_length()
+    cells = 1 << max(1, ROOM * count - 1).bit_length()
 
     def is_open(carry: Any) -> Any:
         return carry[1].any()
 
     def one_round(carry: Any) -> Any:
         found, still_open, seed = carry
-        place = jnp.where(
+        cell = jnp.where(
             still_open,
-            (mixed_bits(numbers.astype(jnp.uint32) ^ seed) & np.uint32(places - 1)).astype(jnp.int32),
-            places,
+            (mixed_bits(numbers.astype(jnp.uint32) ^ seed) & np.uint32(cells - 1)).astype(jnp.int32),
+            cells,
         )
-        last = jnp.zeros(places, jnp.int32).at[place].max(positions, mode="drop").at[place].get(mode="clip")
+        last = jnp.zeros(cells, jnp.int32).at[cell].max(positions, mode="drop").at[cell].get(mode="clip")
         ends = still_open & (numbers[last] == numbers)
         return jnp.where(ends, last, found), still_open & ~ends, seed * np.uint32(747796405) + np.uint32(2891336453)
 

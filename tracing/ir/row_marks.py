@@ -49,7 +49,7 @@ def marked(marks: Any, *indices: Any) -> Any:
     rows = marks.shape[0] - _OTHERS
     if not indices:
         return jnp.where(jnp.arange(marks.shape[0]) < rows, marks[PERIOD], marks)
-    places = indices[0].reshape(-1).astype(jnp.int32)
-    places = jnp.where(places < 0, places + rows, places)
-    is_row = (places >= 0) & (places < rows)
-    return marks.at[jnp.where(is_row, places, marks.shape[0])].set(marks[PERIOD], mode="drop")
+    positions = indices[0].reshape(-1).astype(jnp.int32)
+    positions = jnp.where(positions < 0, positions + rows, positions)
+    is_row = (positions >= 0) & (positions < rows)
+    return marks.at[jnp.where(is_row, positions, marks.shape[0])].set(marks[PERIOD], mode="drop")

@@ -57,8 +57,8 @@ def _scatter(method: str, **properties: Any) -> Update:
         if sharding is not None:
             wide = old.astype(sum_dtype(old.dtype))
             return getattr(wide.at[indices], method)(rows.astype(wide.dtype), **options).astype(old.dtype)
-        places, sums = each_place_once(indices, rows, old.shape[0])
-        return getattr(old.at[places], method)(sums, mode="drop")
+        positions, sums = each_place_once(indices, rows, old.shape[0])
+        return getattr(old.at[positions], method)(sums, mode="drop")
 
     return Update(compute, by_rows=True, **properties)
 

@@ -24,23 +24,23 @@ def is_narrow(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < np.dtype(np.float32).itemsize
 
 
-def summed_at(places: Any, rows: Any, size: int) -> Any:
-    """An array of `size` rows: at each place the sum of the rows for it, elsewhere zero.
+def summed_at(positions: Any, rows: Any, size: int) -> Any:
+    """An array of `size` rows: at each position the sum of the rows for it, elsewhere zero.
 
-    places  i32[k]; a row for a place past the end is left out
-    rows    [k, ...]
+    positions  i32[k]; a row for a position past the end is left out
+    rows       [k, ...]
     """
     wide = jnp.zeros((size, *rows.shape[1:]), sum_dtype(rows.dtype))
-    return wide.at[places].add(rows.astype(wide.dtype), mode="drop").astype(rows.dtype)
+    return wide.at[positions].add(rows.astype(wide.dtype), mode="drop").astype(rows.dtype)
 
 
 def each_place_once(indices: Any, rows: Any, size: int) -> tuple[Any, Any]:
-    """The places, i32[k], and rows, [k, ...], of an update of `size` rows, with each place once.
+    """The positions, i32[k], and rows, [k, ...], of an update of `size` rows, with each position once.
 
     indices  integers of any shape; a negative one counts from the end
     rows     [*indices.shape, ...]; those for one index are summed
 
-    The places of the positions left over, and of indices without a row, are past the end.
+    The positions of the entries left over, and of indices without a row, are past the end.
     """
     last = np.iinfo(np.int32).max
     least = 0 if jnp.issubdtype(indices.dtype, jnp.unsignedinteger) else -last

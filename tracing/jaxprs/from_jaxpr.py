@@ -406,8 +406,8 @@ def _bodies_of(
     builders = [_Builder(touched) for _ in parts]
     arguments = [[builder.argument("arg", type) for type in types] for builder in builders]
     outputs = [
-        builder.inline(jaxpr, [*map(builder.captured, consts), *(taken[place] for place in places)])
-        for builder, taken, (closed, places) in zip(builders, arguments, parts, strict=True)
+        builder.inline(jaxpr, [*map(builder.captured, consts), *(taken[position] for position in positions)])
+        for builder, taken, (closed, positions) in zip(builders, arguments, parts, strict=True)
         for jaxpr, consts in [closed_parts(closed)]
     ]
     bodies = tuple(

@@ -174,8 +174,8 @@ def _sequence(holder: list[Any] | tuple[Any, ...], value: Any, holders: list[Any
     # JAX's own records hold lists of values too; and an object that only a frame holds is not finished yet.
     if not owners or any(_is_of(owner, "jax", "jaxlib") for owner in owners):
         return None
-    places = [place for place, each in enumerate(holder) if each is value]
-    return f"as element {places[0]} of a {type(holder).__name__}" if places else None
+    positions = [position for position, each in enumerate(holder) if each is value]
+    return f"as element {positions[0]} of a {type(holder).__name__}" if positions else None
 
 
 def only_programs_keep(holders: Sequence[Any], ignored: Collection[int]) -> bool:

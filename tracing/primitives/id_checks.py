@@ -69,15 +69,15 @@ def check_ids(ids: Any, size: int, table: str, line: str = "", noun: str = IDS) 
         if not part.size or (part.min() >= 0 and part.max() < size):
             continue
         outside = (part < 0) | (part >= size)
-        place = tuple(map(int, np.argwhere(outside)[0]))
-        index = tuple(start + index for start, index in zip(first, place, strict=True))
+        position = tuple(map(int, np.argwhere(outside)[0]))
+        index = tuple(start + index for start, index in zip(first, position, strict=True))
         where = f" at {index}" if index else ""
         more = f", and {outside.sum() - 1} more {noun} outside" if outside.sum() > 1 else ""
         error = InputError(
-            f"table {table!r}: expected {noun} from 0 to {size - 1}, got {part[place]}{where}{more}{line}",
+            f"table {table!r}: expected {noun} from 0 to {size - 1}, got {part[position]}{where}{more}{line}",
             _REMEDIES[noun],
         )
-        error.outside = int(part[place])
+        error.outside = int(part[position])
         raise error
 
 

@@ -115,10 +115,10 @@ class Choice:
 
         def rule(primals: Any, tangents: Any) -> Any:
             results = call(*primals)
-            live = [place for place, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+            live = [position for position, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
             if not live:
                 return results, [zero_from_primal(result) for result in results]
-            given, along = ([values[place] for place in live] for values in (primals, tangents))
+            given, along = ([values[position] for position in live] for values in (primals, tangents))
             return results, jax.jvp(_of(self.plain, live, primals), given, along)[1]
 
         call.defjvp(rule, symbolic_zeros=True)
@@ -138,9 +138,9 @@ class Choice:
 
         def run_backward(leaves: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             live = floating(leaves)
-            given = [cotangents[place] for place in floating(cotangents)]
+            given = [cotangents[position] for position in floating(cotangents)]
             found = dict(zip(live, backward(*leaves, *given), strict=True)) if live and given else {}
-            return tuple(found.get(place) for place in range(len(leaves)))
+            return tuple(found.get(position) for position in range(len(leaves)))
 
         call.defvjp(run_forward, run_backward)
         return call
@@ -188,8 +188,8 @@ def _of(made: Flat, live: Sequence[int], leaves: Sequence[Any]) -> Flat:
     """The function of only the leaves numbered `live`; the other leaves are fixed."""
 
     def moved(*given: Any) -> list[Any]:
-        by_place = dict(zip(live, given, strict=True))
-        return list(made(*(by_place.get(place, leaf) for place, leaf in enumerate(leaves))))
+        by_position = dict(zip(live, given, strict=True))
+        return list(made(*(by_position.get(position, leaf) for position, leaf in enumerate(leaves))))
 
     return moved
 
@@ -197,7 +197,7 @@ def _of(made: Flat, live: Sequence[int], leaves: Sequence[Any]) -> Flat:
 def _value(made: Implementation, *leaves: Any) -> list[Any]:
     """The result, computed as `_pulled` computes it, so that the compiler can merge the two."""
     live = floating(leaves)
-    return list(jax.vjp(_of(made, live, leaves), *(leaves[place] for place in live))[0])
+    return list(jax.vjp(_of(made, live, leaves), *(leaves[position] for position in live))[0])
 
 
 def _pulled(made: Implementation, arity: int, *operands: Any) -> list[Any]:
@@ -206,14 +206,14 @@ def _pulled(made: Implementation, arity: int, *operands: Any) -> list[Any]:
 
     def floating_results(*given: Any) -> list[Any]:
         results = _of(made, live, leaves)(*given)
-        return [results[place] for place in floating(results)]
+        return [results[position] for position in floating(results)]
 
-    return list(jax.vjp(floating_results, *(leaves[place] for place in live))[1](list(cotangents)))
+    return list(jax.vjp(floating_results, *(leaves[position] for position in live))[1](list(cotangents)))
 
 
 def floating(values: Sequence[Any]) -> list[int]:
     """Indices of the values that can have a derivative."""
-    return [place for place, value in enumerate(values) if jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)]
+    return [position for position, value in enumerate(values) if jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)]
 
 
 #: One call of a choice.

@@ -102,8 +102,8 @@ def value_type(handle: Handle) -> Any:
 
 
 def _gather_type(indices: Any, *, handle: Handle, once: bool) -> Any:
-    held, places = _type_here(handle), type_of_aval(indices)
-    rows = replace(lookup_type(held, places), sharding=lookup_sharding(held, places))
+    held, positions = _type_here(handle), type_of_aval(indices)
+    rows = replace(lookup_type(held, positions), sharding=lookup_sharding(held, positions))
     return _aval(rows), {ResourceEffect(Access.READ, handle)}
 
 

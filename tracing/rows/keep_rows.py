@@ -227,7 +227,7 @@ class _Pass:
         elif properties.keeps_by_zero and value.is_sparse:
             # Each row is updated once, after the sum of all its updates.
             update, index = "scatter_update", value.index.unique
-            old = gather_p.bind(index.places, handle=variable.handle, once=False)
+            old = gather_p.bind(index.positions, handle=variable.handle, once=False)
             rows = updated(kind, old, value.index.summed(value.rows))
         elif not properties.reads and value.rest == self._stored(variable):
             update, rows, index = "scatter_update", value.rows, value.index
@@ -236,7 +236,7 @@ class _Pass:
         self._settle([variable])
         self._wrote([variable])
         params = {**equation.params, "kind": update}
-        return bind(equation.primitive, params, [index.places, rows], origin_of(equation))
+        return bind(equation.primitive, params, [index.positions, rows], origin_of(equation))
 
     def _cond(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """Branches without effects that compute with rows."""
@@ -273,10 +273,10 @@ class _Pass:
         if not isinstance(value, Rowwise) or value.index is None or not value.is_sparse:
             return None
         index, rows = value.index, value.rows
-        if index.is_packed:  # the places left over are not sent
+        if index.is_packed:  # the entries left over are not sent
             number = index.is_there(1).sum(dtype=np.int32)
-            return [first_rows(index.places, number, fill=index.count), first_rows(rows, number)]
-        return [index.places, rows]
+            return [first_rows(index.positions, number, fill=index.count), first_rows(rows, number)]
+        return [index.positions, rows]
 
     def _named(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """An op that names a value or sets its codec: applied to the rows."""

@@ -60,15 +60,15 @@ class Table:
 class Site:
     """One lookup, or one of all iterations of a loop.
 
-    `rows`    type of the rows found
-    `places`  type of their places
-    `drops`   whether a place outside the table gets no gradient
-    `once`    whether no row is looked up twice
+    `rows`       type of the rows found
+    `positions`  type of their positions
+    `drops`      whether a position outside the table gets no gradient
+    `once`       whether no row is looked up twice
     """
 
     variable: Any
     rows: ArrayType
-    places: ArrayType
+    positions: ArrayType
     drops: bool
     once: bool = False
 
@@ -151,11 +151,11 @@ class Search:
         shape = tuple(size for dim, size in enumerate(aval.shape) if dim != kept_dim)
         is_own = equation.primitive is gather_p
         indices = equation.invars[0 if is_own else 1].aval.dtype
-        places = ArrayType(_wide_dtype(indices), shape[: len(shape) - len(variable.shape) + 1])
+        positions = ArrayType(_wide_dtype(indices), shape[: len(shape) - len(variable.shape) + 1])
         drops = is_own or _mode(equation) != GatherScatterMode.CLIP
         once = is_own and equation.params["once"]
-        self.sites.append(Site(variable, ArrayType(aval.dtype, shape), places, drops, once))
-        self.least[variable] += math.prod(places.shape)
+        self.sites.append(Site(variable, ArrayType(aval.dtype, shape), positions, drops, once))
+        self.least[variable] += math.prod(positions.shape)
 
     def _whole(self, atoms: Sequence[Any], tables: Mapping[Any, Any]) -> None:
         self.used_whole.update(tables[atom] for atom in atoms if not is_literal(atom) and atom in tables)
@@ -171,8 +171,8 @@ def _passed_in(equation: Equation) -> tuple[int, int]:
 def _repeated(site: Site, equation: Equation) -> Site:
     """Return the site of a body's lookup for all iterations: a scan adds a first dimension."""
     times = (equation.params["length"],) if equation.primitive.name == "scan" else ()
-    rows, places = (ArrayType(type.dtype, (*times, *type.shape)) for type in (site.rows, site.places))
-    return replace(site, rows=rows, places=places, once=site.once and not times)
+    rows, positions = (ArrayType(type.dtype, (*times, *type.shape)) for type in (site.rows, site.positions))
+    return replace(site, rows=rows, positions=positions, once=site.once and not times)
 
 
 def _tables_inside(inner: Sequence[Any], outer: Sequence[Any], tables: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -227,7 +227,7 @@ def _is_plain_gather(equation: Equation) -> bool:
 
 
 def _mode(equation: Equation) -> Any:
-    """The mode of a gather: its rule for a place past an end."""
+    """The mode of a gather: its rule for a position past an end."""
     return equation.params["mode"] if equation.primitive.name == "gather" else GatherScatterMode.CLIP
 
 
@@ -255,17 +255,17 @@ def _tapped_jvp(primals: Any, tangents: Any) -> Any:
 
 
 class Found(NamedTuple):
-    """The rows that a lookup found, and their places.
+    """The rows that a lookup found, and their positions.
 
-    Places count from the start of the table. A place outside the table, negative or too large, has the row at that end.
+    Positions count from the start of the table. One outside the table, negative or too large, has the row at that end.
     """
 
     rows: Any
-    places: Any
+    positions: Any
 
 
-#: Runs an equation in a `State`, with what the lookups in its bodies found: the results, and no places. With None for
-#: it the places of the lookups too, and results made of `later_p`.
+#: Runs an equation in a `State`, with what lookups in its bodies found: the results, and no positions. With None for
+#: it the positions of the lookups too, and results made of `later_p`.
 RunBody: TypeAlias = Callable[[Any, Sequence[Found] | None], tuple[list[Any], list[Any]]]
 
 
@@ -281,22 +281,22 @@ class Lookups(ABC):
         With `once`, no row is looked up twice and no index is negative.
         """
         indices = _wide(indices)
-        places = indices if once else jnp.where(indices < 0, indices + variable.shape[0], indices)
-        return self._find(variable, places).rows
+        positions = indices if once else jnp.where(indices < 0, indices + variable.shape[0], indices)
+        return self._find(variable, positions).rows
 
     def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
         """The result of a JAX gather of whole rows, by a lookup; `starts` is its second operand."""
         is_gather, kept_dim = equation.primitive.name == "gather", _kept_dim(equation)
-        rows, places = self._find(variable, _wide(starts[..., 0] if is_gather else jnp.asarray(starts)))
+        rows, positions = self._find(variable, _wide(starts[..., 0] if is_gather else jnp.asarray(starts)))
         if _mode(equation) == GatherScatterMode.FILL_OR_DROP:
             fill = equation.params["fill_value"]
             fill = jnp.asarray(jnp.nan if fill is None else fill, rows.dtype)
-            rows = jnp.where(_is_there(variable, places), rows, fill)
+            rows = jnp.where(_is_there(variable, positions), rows, fill)
         return rows if kept_dim is None else jnp.expand_dims(rows, kept_dim)
 
     @abstractmethod
-    def _find(self, variable: Any, places: Any) -> Found:
-        """Look rows up by places that count from the start."""
+    def _find(self, variable: Any, positions: Any) -> Found:
+        """Look rows up by positions that count from the start."""
 
     @abstractmethod
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
@@ -314,52 +314,52 @@ class TappedLookups(Lookups):
         self.indices: list[Any] = []
         self._left = iter([*zip(sites, taps, strict=True)])
 
-    def _find(self, variable: Any, places: Any) -> Found:
+    def _find(self, variable: Any, positions: Any) -> Found:
         site, tap = next(self._left)
         if site.drops and not site.once:
-            tap = jnp.where(_is_there(variable, places), tap, jnp.zeros_like(tap))
-        # Of places that occur once, those past the end are no rows, as in a unique `Index`.
-        inside = places if site.once else jnp.clip(places, 0, variable.shape[0] - 1)
+            tap = jnp.where(_is_there(variable, positions), tap, jnp.zeros_like(tap))
+        # Of positions that occur once, those past the end are no rows, as in a unique `Index`.
+        inside = positions if site.once else jnp.clip(positions, 0, variable.shape[0] - 1)
         self.indices.append(inside)
-        return Found(_tapped(gather_p.bind(inside, handle=variable.handle, once=site.once), tap), places)
+        return Found(_tapped(gather_p.bind(inside, handle=variable.handle, once=site.once), tap), positions)
 
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
-        """Do all lookups of the equation's bodies before it, and hand the bodies the rows and places."""
+        """Do all lookups of the equation's bodies before it, and hand the bodies the rows and positions."""
         jaxpr, consts, _ = make_jaxpr(lambda: run(state.copy(), None)[1])
-        places = jax.core.eval_jaxpr(live_part(jaxpr), [*map(jax.lax.stop_gradient, consts)])
-        found = [self._find(site.variable, place) for site, place in zip(sites, places, strict=True)]
+        positions = jax.core.eval_jaxpr(live_part(jaxpr), [*map(jax.lax.stop_gradient, consts)])
+        found = [self._find(site.variable, position) for site, position in zip(sites, positions, strict=True)]
         return run(state, found)[0]
 
 
 class BodyLookups(Lookups):
-    """The lookups of a body: their results are given, or `found` is None and their places are computed."""
+    """The lookups of a body: their results are given, or `found` is None and their positions are computed."""
 
     def __init__(self, tables: Collection[Any], found: Sequence[Found] | None) -> None:
         super().__init__(tables)
-        self.places: list[Any] = []
+        self.positions: list[Any] = []
         self._given = None if found is None else iter(found)
 
-    def _find(self, variable: Any, places: Any) -> Found:
+    def _find(self, variable: Any, positions: Any) -> Found:
         if self._given is not None:
             return next(self._given)
-        self.places.append(places)
-        return Found(later_p.bind(shape=(*places.shape, *variable.shape[1:]), dtype=variable.dtype), places)
+        self.positions.append(positions)
+        return Found(later_p.bind(shape=(*positions.shape, *variable.shape[1:]), dtype=variable.dtype), positions)
 
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
-        """Hand the bodies the results found earlier; without any, collect the places that the bodies compute."""
-        results, places = run(state, None if self._given is None else [next(self._given) for _ in sites])
-        self.places += places
+        """Hand the bodies the results found earlier; without any, collect the positions that the bodies compute."""
+        results, positions = run(state, None if self._given is None else [next(self._given) for _ in sites])
+        self.positions += positions
         return results
 
 
-#: Rows that are not looked up yet, in a program that finds the places of lookups.
+#: Rows that are not looked up yet, in a program that finds the positions of lookups.
 later_p = jex.Primitive("rows_later")
 later_p.def_abstract_eval(lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype))
 
 
-def _is_there(variable: Any, places: Any) -> Any:
-    """A mask of the places inside the table, in a shape that broadcasts with the rows."""
-    is_there = (places >= 0) & (places < variable.shape[0])
+def _is_there(variable: Any, positions: Any) -> Any:
+    """A mask of the positions inside the table, in a shape that broadcasts with the rows."""
+    is_there = (positions >= 0) & (positions < variable.shape[0])
     return jnp.reshape(is_there, (*is_there.shape, *[1] * (variable.ndim - 1)))
 
 
@@ -382,8 +382,8 @@ class RowsFound(NamedTuple):
 
 def rows_found(variable: Any, sites: Sequence[Site], indices: Sequence[Any], rows: Sequence[Any]) -> RowsFound:
     """The gradient of one variable, from the gradients of the rows of every site."""
-    mine = [place for place, site in enumerate(sites) if site.variable is variable]
-    flat = [jnp.reshape(rows[place], (-1, *variable.shape[1:])) for place in mine]
-    places = [jnp.reshape(indices[place], -1).astype(jnp.int32) for place in mine]
+    mine = [position for position, site in enumerate(sites) if site.variable is variable]
+    flat = [jnp.reshape(rows[position], (-1, *variable.shape[1:])) for position in mine]
+    positions = [jnp.reshape(indices[position], -1).astype(jnp.int32) for position in mine]
     once = len(mine) == 1 and sites[mine[0]].once
-    return RowsFound(jnp.concatenate(places), jnp.concatenate(flat), once)
+    return RowsFound(jnp.concatenate(positions), jnp.concatenate(flat), once)

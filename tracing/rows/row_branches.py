@@ -35,7 +35,7 @@ def branched(equation: Equation, operands: Sequence[Any], run: Run) -> list[Any]
 
 
 class _Branches:
-    """The branches of one `cond`. Inside a branch each of `indices` has a counterpart: its places are an argument."""
+    """The branches of one `cond`. In a branch each of `indices` has a counterpart: its positions are an argument."""
 
     def __init__(self, equation: Equation, given: list[Any], indices: list[Index], run: Run) -> None:
         self._equation, self._given, self._indices, self._run = equation, given, indices, run
@@ -50,22 +50,22 @@ class _Branches:
         parts = [closed_parts(branch) for branch in self._equation.params["branches"]]
         found: list[list[tuple[Any, int | None]]] = []
 
-        def tried(arrays: Any, places: Any) -> list[Any]:
+        def tried(arrays: Any, positions: Any) -> list[Any]:
             for part in parts:
-                results, inner = self._branch(part, arrays, places)
-                found.append([(each, _place(each, inner)) for each in results])
+                results, inner = self._branch(part, arrays, positions)
+                found.append([(each, _position(each, inner)) for each in results])
             return []
 
-        places = [index.places for index in self._indices]
-        make_jaxpr(tried, self._arrays, places)
+        positions = [index.positions for index in self._indices]
+        make_jaxpr(tried, self._arrays, positions)
         kinds = [self._kind(number, results) for number, results in enumerate(zip(*found, strict=True))]
 
-        def rows(part: Any, arrays: Any, places: Any) -> list[Any]:
-            results, inner = self._branch(part, arrays, places)
+        def rows(part: Any, arrays: Any, positions: Any) -> list[Any]:
+            results, inner = self._branch(part, arrays, positions)
             pairs = zip(results, kinds, strict=True)
             return [each if kind is None else each.at(inner[kind[1]]) for each, kind in pairs]
 
-        arrays = jax.lax.switch(which, [partial(rows, part) for part in parts], self._arrays, places)
+        arrays = jax.lax.switch(which, [partial(rows, part) for part in parts], self._arrays, positions)
         return [
             array if kind is None else self._result(number, *kind, array)
             for number, (kind, array) in enumerate(zip(kinds, arrays, strict=True))
@@ -77,13 +77,13 @@ class _Branches:
         return [index for index in self._indices if value.aval.shape[:1] == (index.count,)]
 
     def _branch(
-        self, part: tuple[Jaxpr, list[Any]], arrays: list[list[Any]], places: list[Any]
+        self, part: tuple[Jaxpr, list[Any]], arrays: list[list[Any]], positions: list[Any]
     ) -> tuple[list[Any], list[Index]]:
         """Return the results of a branch and its inner indices, one for each of `self._indices`.
 
         `Rowwise` results keep the rests of the operands outside the branch, so branches can be compared.
         """
-        inner = [Index(place, index.count, True) for place, index in zip(places, self._indices, strict=True)]
+        inner = [Index(position, index.count, True) for position, index in zip(positions, self._indices, strict=True)]
         operands = [self._inside(each, rows, inner) for each, rows in zip(self._given, arrays, strict=True)]
         return self._run(*part, operands), inner
 
@@ -99,16 +99,16 @@ class _Branches:
 
     def _kind(self, number: int, results: tuple[tuple[Any, int | None], ...]) -> tuple[Rest, int] | None:
         """The rest and the number of the index of result `number`; None if it is an array in every branch."""
-        values, places = zip(*results, strict=True)
+        values, positions = zip(*results, strict=True)
         if not any(isinstance(value, Rowwise) for value in values):
             return None
-        rest, used = getattr(values[0], "rest", None), {place for place in places if place is not None}
+        rest, used = getattr(values[0], "rest", None), {position for position in positions if position is not None}
         if not all(isinstance(value, Rowwise) and is_same(value.rest, rest) for value in values) or len(used) > 1:
             raise NotOfRowsError
         if rest is None or not (is_zero(rest) or self._base(number, rest) is not None):
             raise NotOfRowsError
         shape = self._equation.outvars[number].aval.shape
-        used = used or {place for place, index in enumerate(self._indices) if shape[:1] == (index.count,)}
+        used = used or {position for position, index in enumerate(self._indices) if shape[:1] == (index.count,)}
         if not used:
             raise NotOfRowsError
         return rest, min(used)
@@ -119,17 +119,17 @@ class _Branches:
         fits = (each for each in self._given if isinstance(each, Rowwise) and each.index is None)
         return next((each for each in fits if is_same(each.rest, rest) and each.aval.shape == aval.shape), None)
 
-    def _result(self, number: int, rest: Rest, place: int, rows: Any) -> Rowwise:
-        index = self._indices[place]
+    def _result(self, number: int, rest: Rest, position: int, rows: Any) -> Rowwise:
+        index = self._indices[position]
         if is_zero(rest):
             return made_of(self._equation, number, "a branch", index, rows, rest)
         base = self._base(number, rest)
         assert base is not None
-        jaxpr, _, _ = make_jaxpr(_with_rows, base.aval, index.places, rows)
-        return Rowwise(jaxpr.eqns[0], [base, index.places, rows], rest, index, rows)
+        jaxpr, _, _ = make_jaxpr(_with_rows, base.aval, index.positions, rows)
+        return Rowwise(jaxpr.eqns[0], [base, index.positions, rows], rest, index, rows)
 
 
-def _place(value: Any, inner: list[Index]) -> int | None:
+def _position(value: Any, inner: list[Index]) -> int | None:
     """The position in `inner` of the index of a branch's result; None for a result without one."""
     if not isinstance(value, Rowwise) or value.index is None:
         return None
@@ -139,5 +139,5 @@ def _place(value: Any, inner: list[Index]) -> int | None:
 
 
 @jax.jit
-def _with_rows(dense: Any, places: Any, rows: Any) -> Any:
-    return dense.at[places].set(rows, mode="drop")
+def _with_rows(dense: Any, positions: Any, rows: Any) -> Any:
+    return dense.at[positions].set(rows, mode="drop")

@@ -69,7 +69,7 @@ def summed_over(
         if not all(isinstance(value, Rowwise) and value.is_sparse for value in grown):
             raise NotOfRowsError
         after = [dense(value) for number, value in enumerate(results[:carry]) if number not in sums]
-        return after, ([(value.index.places, value.rows) for value in grown], [*map(dense, results[carry:])])
+        return after, ([(value.index.positions, value.rows) for value in grown], [*map(dense, results[carry:])])
 
     options = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
     kept = [value for number, value in enumerate(first) if number not in sums]
@@ -99,15 +99,15 @@ def made_of(equation: Equation, result: int, table: str, index: Index, rows: Any
     outvar = equation.outvars[result]
     params = {"shape": outvar.aval.shape, "table": table, "once": index.is_packed}
     source = equation.replace(primitive=rows_to_dense_p, params=params, outvars=[outvar], effects=set())
-    return Rowwise(source, [index.places, rows], rest, index, rows)
+    return Rowwise(source, [index.positions, rows], rest, index, rows)
 
 
-def _total(equation: Equation, number: int, first: Rowwise, places: Any, rows: Any) -> Any:
-    """A sum over a loop, from its initial value and the places and rows that each iteration added."""
+def _total(equation: Equation, number: int, first: Rowwise, positions: Any, rows: Any) -> Any:
+    """A sum over a loop, from its initial value and the positions and rows that each iteration added."""
     shape = first.aval.shape
-    places, rows = places.reshape(-1), rows.reshape(-1, *shape[1:])
+    positions, rows = positions.reshape(-1), rows.reshape(-1, *shape[1:])
     if first.index is not None:
-        places, rows = jnp.concatenate([first.index.places, places]), jnp.concatenate([first.rows, rows])
-    if places.shape[0] >= shape[0]:
-        return rows_to_dense(places, rows, shape, _SUM)
-    return made_of(equation, number, _SUM, Index(places, shape[0]), rows, first.rest)
+        positions, rows = jnp.concatenate([first.index.positions, positions]), jnp.concatenate([first.rows, rows])
+    if positions.shape[0] >= shape[0]:
+        return rows_to_dense(positions, rows, shape, _SUM)
+    return made_of(equation, number, _SUM, Index(positions, shape[0]), rows, first.rest)

@@ -1,6 +1,6 @@
 """Arrays known by rows: what some rows hold, and a rule for all the others.
 
-`Rowwise` is such an array: `rows` at the places of an `Index`, and a `Rest`, a formula for every other row that nothing
+`Rowwise` is such an array: `rows` at the positions of an `Index`, and a `Rest`, a formula for all others, which nothing
 computes. The rest of a gradient of lookups is zero; the rest of a variable's value is the stored value. An op that
 computes each row from the same row of its operands maps `Rowwise` to `Rowwise`: the op runs on the rows, and the rest
 is derived symbolically. In the rest, `0 * x` and `0 / x` are 0, so a row without a gradient stays as it is where x is
@@ -81,46 +81,46 @@ Rest: TypeAlias = Fill | Stored | Whole | RowResult
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Places of rows of an array that has `count` of them.
+    """Positions of rows of an array that has `count` of them.
 
-    `places`     i32[k]; a unique index has each place once, and `count` in the positions left over
-    `is_packed`  whether the positions left over are the last ones
+    `positions`  i32[k]; a unique index has each position once, and `count` in the entries left over
+    `is_packed`  whether the entries left over are the last ones
     """
 
-    places: Any
+    positions: Any
     count: int
     is_unique: bool = False
     is_packed: bool = False
 
     @cached_property
     def unique(self) -> Index:
-        """The places, each once."""
+        """The positions, each once."""
         if self.is_unique:
             return self
-        is_first = self._representatives == jnp.arange(self.places.size)
-        return Index(jnp.where(is_first, self.places, self.count), self.count, True)
+        is_first = self._representatives == jnp.arange(self.positions.size)
+        return Index(jnp.where(is_first, self.positions, self.count), self.count, True)
 
     def summed(self, rows: Any) -> Any:
-        """The sums, at the places of `unique`, of rows at these places."""
+        """The sums, at the positions of `unique`, of rows at these positions."""
         if self.is_unique:
             return rows
         if rows.dtype == bool:
             return jnp.zeros_like(rows).at[self._representatives].max(rows)
-        return summed_at(self._representatives, rows, self.places.size)
+        return summed_at(self._representatives, rows, self.positions.size)
 
     @cached_property
     def memo(self) -> dict[tuple[int, Any, Any], tuple[Rest, Any]]:
-        """The rows of rests at these places, by the identity of the rest and the type of the array that holds it."""
+        """The rows of rests at these positions, by the identity of the rest and the type of the array that holds it."""
         return {}
 
     def is_there(self, ndim: int) -> Any:
-        """Whether there is a row at each place, in a shape that broadcasts with rows of `ndim` dimensions."""
-        return (self.places < self.count).reshape((-1,) + (1,) * (ndim - 1))
+        """Whether there is a row at each position, in a shape that broadcasts with rows of `ndim` dimensions."""
+        return (self.positions < self.count).reshape((-1,) + (1,) * (ndim - 1))
 
     @cached_property
     def _representatives(self) -> Any:
-        """For each place the position, in `places`, of one that is equal: the same for all that are equal."""
-        return representatives(self.places)
+        """For each position the position, in `positions`, of one that is equal: the same for all that are equal."""
+        return representatives(self.positions)
 
 
 class Rowwise:
@@ -163,7 +163,7 @@ class Rowwise:
 
     @cached_property
     def unique(self) -> Rowwise:
-        """The same array with each place once: rows of the same place are summed. The rest must be zero."""
+        """The same array with each position once: rows of the same position are summed. The rest must be zero."""
         if self.index is None or self.index.is_unique:
             return self
         return self.moved(self.index.unique, self.index.summed(self.rows))
@@ -222,18 +222,18 @@ def _rests_in(rest: Rest) -> list[tuple[Rest, Any]]:
 def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
     match rest:
         case Fill(value):
-            shape = (index.places.shape[0], *aval.shape[1:]) if aval.shape else ()
+            shape = (index.positions.shape[0], *aval.shape[1:]) if aval.shape else ()
             return jnp.broadcast_to(jnp.asarray(value, aval.dtype), shape)
         case Stored(variable, _):
-            return gather_p.bind(index.places, handle=variable.handle, once=False)
+            return gather_p.bind(index.positions, handle=variable.handle, once=False)
         case Whole(array):
-            return jnp.asarray(array).at[index.places].get(mode="clip")
+            return jnp.asarray(array).at[index.positions].get(mode="clip")
         case RowResult(equation, operands):
             inner = [
                 index.memo[_key(operand, atom.aval)][1] if isinstance(operand, Rest) else operand
                 for operand, atom in zip(operands, equation.invars, strict=True)
             ]
-            return on_rows(equation, inner, index.places.shape[0])
+            return on_rows(equation, inner, index.positions.shape[0])
 
 
 #: Parameters that hold the shape of a result.

@@ -1,6 +1,6 @@
 """The result of JAX's ops for `Rowwise` arrays: elementwise ops, changes of shape within a row, and reductions.
 
-The rows of one place are summed before an op that is not linear.
+The rows of one position are summed before an op that is not linear.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from dflow.tracing.jax_frontend import Equation
 from dflow.tracing.rows.row_values import Fill, Index, RowResult, Rowwise, Whole, is_zero, made, on_rows
 
-#: JAX's ops that compute each element of the result from the elements at its place.
+#: JAX's ops that compute each element of the result from the elements at its position.
 ELEMENTWISE = frozenset(
     (
         *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil"),
@@ -61,7 +61,7 @@ def _elementwise(equation: Equation, operands: Sequence[Any]) -> Rowwise | None:
     if index is None:
         return Rowwise(equation, operands, rest)
     rows = [_rows(value, index) for value in values]
-    return Rowwise(equation, operands, rest, index, on_rows(equation, rows, index.places.shape[0]))
+    return Rowwise(equation, operands, rest, index, on_rows(equation, rows, index.positions.shape[0]))
 
 
 def _has_rows(value: Any) -> bool:
@@ -77,7 +77,7 @@ def _rest(value: Any) -> Any:
 def _rows(value: Any, index: Index) -> Any:
     if isinstance(value, Rowwise):
         return value.at(index)
-    return value if np.shape(value) == () else jnp.asarray(value).at[index.places].get(mode="clip")
+    return value if np.shape(value) == () else jnp.asarray(value).at[index.positions].get(mode="clip")
 
 
 def _aligned(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
@@ -96,14 +96,14 @@ def _aligned(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _joined(operands: Sequence[Any], indices: Sequence[Index]) -> list[Any] | None:
-    """Return sparse operands with one index: the places of all, concatenated, and zeros for the rows of the others.
+    """Return sparse operands with one index: the positions of all, concatenated, and zeros for the rows of the others.
 
-    None if an operand is not sparse, or the index would have as many places as the array has rows.
+    None if an operand is not sparse, or the index would have as many positions as the array has rows.
     """
-    count, sizes = indices[0].count, [index.places.shape[0] for index in indices]
+    count, sizes = indices[0].count, [index.positions.shape[0] for index in indices]
     if sum(sizes) >= count or not all(operand.is_sparse for operand in operands if _has_rows(operand)):
         return None
-    joined = Index(jnp.concatenate([index.places for index in indices]), count)
+    joined = Index(jnp.concatenate([index.positions for index in indices]), count)
 
     def moved(operand: Rowwise) -> Rowwise:
         parts = [
@@ -116,7 +116,7 @@ def _joined(operands: Sequence[Any], indices: Sequence[Index]) -> list[Any] | No
 
 
 def _is_linear(equation: Equation, operands: Sequence[Any]) -> bool:
-    """Whether rows of the same place may be summed after the equation instead of before it."""
+    """Whether rows of the same position may be summed after the equation instead of before it."""
     name, has_rows = equation.primitive.name, [*map(_has_rows, operands)]
     known = [*filter(_has_rows, operands)]
     if not all(operand.is_sparse for operand in known):
@@ -147,7 +147,7 @@ def _reduced(equation: Equation, operand: Rowwise) -> Any:
         return _of_rows(equation, operand, True)
     if len(axes) < len(operand.aval.shape):
         return None
-    # Some row is in the rest, since no index has as many places as there are rows.
+    # Some row is in the rest, since no index has as many positions as there are rows.
     assert operand.index is not None
     return _REDUCTIONS[name](operand.rows, operand.index.is_there(operand.rows.ndim), operand.rest.value)
 

@@ -2,8 +2,8 @@
 
 The shard of a table on one task begins with the values that the whole table would have there, and no process has room
 for the whole. So the initialiser's program is computed backwards from the slice: an op whose elements each depend on
-the elements at their own place is computed on the slice alone, and so are random bits, since JAX draws each from the
-key and its place (`jax_threefry_partitionable`). An op of another kind is computed whole, and sliced.
+the elements at their own position is computed on the slice alone, and so are random bits, since JAX draws each from the
+key and its position (`jax_threefry_partitionable`). An op of another kind is computed whole, and sliced.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def sliced_at(initial: Callable[[], Any], part: AxisSlice) -> Callable[[Any], An
     def initial_part(origin: Any) -> Any:
         jaxpr, consts, _ = dispatched(initial)
 
-        def given(place: int, part: AxisSlice | None) -> Any:
-            return _part_of(consts[place], part, origin)
+        def given(position: int, part: AxisSlice | None) -> Any:
+            return _part_of(consts[position], part, origin)
 
         return _Program(jaxpr, given, origin).value(jaxpr.outvars[0], part)
 
@@ -105,7 +105,7 @@ class _Program:
 
     def __init__(self, jaxpr: Jaxpr, given: Callable[[int, AxisSlice | None], Any], origin: Any) -> None:
         self._given, self._origin = given, origin
-        self._places = {var: place for place, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+        self._positions = {var: position for position, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
         self._makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
         self._known: dict[tuple[Any, AxisSlice | None], Any] = {}
 
@@ -114,8 +114,8 @@ class _Program:
         if is_literal(atom):
             return _part_of(atom.val, part, self._origin)
         if (atom, part) not in self._known:
-            if atom in self._places:
-                self._known[atom, part] = self._given(self._places[atom], part)
+            if atom in self._positions:
+                self._known[atom, part] = self._given(self._positions[atom], part)
             elif part is None:
                 self._compute(self._makers[atom])
             else:
@@ -164,19 +164,19 @@ class _Program:
         needed: dict[tuple[int, AxisSlice | None], Any] = {}
 
         def run(given: Callable[[int, AxisSlice | None], Any], origin: Any) -> Any:
-            def of(place: int, part: AxisSlice | None) -> Any:
-                is_const = place < len(consts)
-                return _part_of(consts[place], part, origin) if is_const else given(place - len(consts), part)
+            def of(position: int, part: AxisSlice | None) -> Any:
+                is_const = position < len(consts)
+                return _part_of(consts[position], part, origin) if is_const else given(position - len(consts), part)
 
             return _Program(jaxpr, of, origin).value(jaxpr.outvars[number], part)
 
-        def note(place: int, part: AxisSlice | None) -> Any:
-            aval = jaxpr.invars[place].aval
-            needed[place, part] = None
+        def note(position: int, part: AxisSlice | None) -> Any:
+            aval = jaxpr.invars[position].aval
+            needed[position, part] = None
             return jnp.zeros(aval.shape if part is None else part.shape(aval.shape), aval.dtype)
 
         jax.eval_shape(lambda: run(note, self._origin))
-        operands = [self.value(equation.invars[place], part) for place, part in needed]
+        operands = [self.value(equation.invars[position], part) for position, part in needed]
 
         def call(origin: Any, *values: Any) -> Any:
             return run(lambda *key: dict(zip(needed, values, strict=True))[key], origin)
@@ -187,12 +187,12 @@ class _Program:
 def _bits(key: Any, bit_width: int, shape: Sequence[int], part: AxisSlice, origin: Any) -> Any:
     """A part of the random bits that JAX draws for the shape; None where they depend on all others.
 
-    The bits at a place are the cipher Threefry of the place's number in the array, as in `jax.random.bits` (JEP 9263).
+    The bits at a position are the cipher Threefry of its number in the array, as in `jax.random.bits` (JEP 9263).
     """
     is_threefry = key_implementation(key.dtype).name == "threefry2x32" and key.shape == ()
     if not (is_threefry and _is_partitionable() and math.prod(part.shape(shape)) and max(shape) < 1 << 32):
         return None
-    high, low = _places(shape, part, origin)
+    high, low = _positions(shape, part, origin)
     words = jax.random.key_data(key)
     drawn = threefry_2x32((words[0], words[1]), jnp.concatenate([high.ravel(), low.ravel()]))
     first, second = drawn[: low.size].reshape(low.shape), drawn[low.size :].reshape(low.shape)
@@ -201,7 +201,7 @@ def _bits(key: Any, bit_width: int, shape: Sequence[int], part: AxisSlice, origi
     return (first ^ second).astype(jnp.dtype(f"uint{bit_width}"))
 
 
-def _places(shape: Sequence[int], part: AxisSlice, origin: Any) -> tuple[Any, Any]:
+def _positions(shape: Sequence[int], part: AxisSlice, origin: Any) -> tuple[Any, Any]:
     """The upper and lower 32 bits of the number of each element of a part in the array of the shape."""
     inner = part.shape(shape)
     high, low = jnp.zeros(inner, jnp.uint32), jnp.zeros(inner, jnp.uint32)

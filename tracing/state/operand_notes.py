@@ -69,9 +69,9 @@ def _remedy(text: str, *operands: Any) -> str:
     shown, product = " and ".join(map(_shown, operands)), _PRODUCT.match(text)
     if product is None:
         return f"the operands are {shown}: give them shapes that fit"
-    place = next(place for place, one in enumerate(operands) if _name(one))
-    own, others = (product[2], product[1]) if place else (product[1], product[2])
-    return f"the operands are {shown}: give {own} features to {_name(operands[place])!r}, or make it for {others}"
+    position = next(position for position, one in enumerate(operands) if _name(one))
+    own, others = (product[2], product[1]) if position else (product[1], product[2])
+    return f"the operands are {shown}: give {own} features to {_name(operands[position])!r}, or make it for {others}"
 
 
 def _shown(operand: Any) -> str:

@@ -61,7 +61,7 @@ def parse(text: str) -> Graph:
 
 
 class _Reader:
-    """Reads graphs from a text: its methods consume what is at the current place, or raise ParseError.
+    """Reads graphs from a text: its methods consume what is at the current position, or raise ParseError.
 
     It holds the values of the graph it is in, by name.
     """
@@ -73,14 +73,14 @@ class _Reader:
         self._to(0)
 
     def fail(self, fact: str, found: re.Match[str] | None = None) -> NoReturn:
-        """Raise ParseError for the place where `found` begins, or for the current one."""
+        """Raise ParseError for the position where `found` begins, or for the current one."""
         at = self._at if found is None else found.start()
         before = self._text[:at]
         line, column = before.count("\n") + 1, at - before.rfind("\n")
         raise ParseError(f"line {line}, column {column}: {fact}")
 
     def expected(self, what: str) -> NoReturn:
-        """Raise ParseError that says what should stand at the current place."""
+        """Raise ParseError that says what should stand at the current position."""
         rest = self._text[self._at :].split("\n")[0]
         found = repr(rest[:30] + ("..." if len(rest) > 30 else "")) if rest else "the end"
         self.fail(f"expected {what}, found {found}")

@@ -50,7 +50,7 @@ def test_each_shard_is_asked_for_its_rows_once(case: tuple[ShardLayout, np.ndarr
             for shard, rows in enumerate(way.rows)
         ]
     )
-    for number, place in zip(numbers, np.asarray(way.places), strict=True):
+    for number, place in zip(numbers, np.asarray(way.positions), strict=True):
         if 0 <= number < layout.size:
             np.testing.assert_array_equal(found[place], table[number])
         else:

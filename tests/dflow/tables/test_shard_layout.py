@@ -27,7 +27,7 @@ def test_the_shards_have_each_row_once(rows: int, columns: int, shards: int, by:
     sizes = [part.shape[layout.axis] for part in parts]
     assert max(sizes) - min(sizes) <= 1
     in_order = np.concatenate(parts, layout.axis)
-    np.testing.assert_array_equal(np.take(in_order, layout.places(np.arange(layout.size)), layout.axis), array)
+    np.testing.assert_array_equal(np.take(in_order, layout.positions(np.arange(layout.size)), layout.axis), array)
 
 
 @pytest.mark.parametrize("by", DIVISIONS)
@@ -113,7 +113,7 @@ def test_the_most_used_of_four_shards_of_a_zipf_stream(is_hashed: bool, parts: d
     layouts["traffic"] = ShardLayout((rows, 16), 4, cuts=cuts)
     found = {"largest": round(100 * np.diff(layouts["traffic"].bounds).max() / rows)}
     for by, layout in layouts.items():
-        lookups = np.histogram(np.asarray(layout.places(later)), layout.bounds)[0]
+        lookups = np.histogram(np.asarray(layout.positions(later)), layout.bounds)[0]
         found[by] = round(100 * lookups.max() / len(later))
     assert found == parts
 
