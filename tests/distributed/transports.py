@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import queue
@@ -15,13 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from dflow.distributed.transport.base import Handler, Peer, Responder, Transport
-from dflow.distributed.transport.link import Limits
+from dflow.distributed.transport.base import Handler, Listener, Peer, Responder, Transport
+from dflow.distributed.transport.framing import pack_header
+from dflow.distributed.transport.link import Frame, Limits
+from dflow.distributed.transport.link import Kind as FrameKind
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.security.certificates import issue_certificate, make_authority
 from dflow.distributed.transport.security.identity import Identity
 from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.message import Message
 
@@ -126,3 +131,40 @@ def own_address() -> str:
             pytest.skip("this machine has no address but loopback")
         host: str = sock.getsockname()[0]
     return host
+
+
+# Plain sockets to a listener, for what no peer of ours sends.
+
+
+def frame(
+    message: Message, payload: bytes = b"", kind: FrameKind = FrameKind.NOTIFY, number: int = 0, sequence: int = 0
+) -> bytes:
+    """Return the bytes of a frame."""
+    meta = encode_message(message)
+    return pack_header(Frame(kind, number, meta, payload), sequence=sequence) + meta + payload
+
+
+def dial_raw(listener: Listener, said: bytes = b"") -> socket.socket:
+    """Return a connected socket to a listener at a TCP address, over which these bytes were sent."""
+    host, port = listener.address.split(":")
+    sock = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    sock.sendall(said)
+    return sock
+
+
+def read_until_closed(sock: socket.socket) -> bytes:
+    """Return what the other side sends until it closes; fails at the socket's deadline if it does not close."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := sock.recv(1 << 16):
+            data += part
+    return data
+
+
+def still_serves(listener: Listener, security: SecurityPolicy | None = None) -> bool:
+    """Whether a listener that echoes answers a new peer."""
+    peer = reach(SocketTransport(security=security), listener.address, Recorder())
+    try:
+        return peer.call(Ok(), b"abc", timeout_s=DEADLINE_S).payload == b"abc"
+    finally:
+        peer.close()

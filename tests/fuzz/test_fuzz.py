@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from dflow.distributed.wire.messages.message import Message
 from tests.effort import examples
 from tests.fuzz.__main__ import verdict
 from tests.fuzz.scripts import MESSAGES, PLAN, Script, hello, numbered, packed, script
-from tests.fuzz.siege import Tally, Usage, Victim, besiege, send_script
+from tests.fuzz.siege import Tally, Victim, besiege, send_script
 from tests.fuzz.values import ENCODER, struct_of
 
 # The messages and the frames are the same on every Python and JAX.
@@ -100,31 +99,3 @@ def _is_right(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> bool:
     except msgspec.DecodeError:
         return False
     return True
-
-
-def test_a_script_follows_from_its_seed() -> None:
-    assert [script(random.Random(7)) for _ in range(2)] == [script(random.Random(7))] * 2
-
-
-def test_a_task_that_has_ended_is_noticed(tmp_path: Path) -> None:
-    with Victim(f"unix:{tmp_path / 'task'}") as victim:
-        os.kill(victim.process.pid, 9)
-        victim.process.wait()
-        with pytest.raises(AssertionError, match="the task ended with status -9"):
-            victim.check()
-
-
-@pytest.mark.parametrize(
-    ("last", "status"),
-    [
-        (Usage(160, 10, 5), 1),
-        (Usage(160, 10, 5, plans=100), 0),
-        (Usage(200, 10, 5, plans=100), 1),
-        (Usage(100, 30, 5), 1),
-        (Usage(100, 10, 50), 1),
-        (Usage(110, 12, 6), 0),
-    ],
-)
-def test_growth_is_noticed(last: Usage, status: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verdict(Tally(usages=[Usage(100, 10, 5), last]), 0) == status
-    assert ("the task has grown" in capsys.readouterr().out) == bool(status)

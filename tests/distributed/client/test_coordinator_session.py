@@ -18,7 +18,7 @@ from dflow.distributed.client.coordinator_session import (
 )
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.basic import Failure, Ok
-from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
+from dflow.distributed.wire.messages.coordination import Elected, ElectOnce
 from dflow.distributed.wire.messages.roster import Announcement, Join, Leave, Roster, RosterChange, TaskInfo
 from dflow.distributed.wire.messages.status import GetStatus
 
@@ -77,16 +77,6 @@ def test_after_a_loss_the_task_comes_back_first_and_then_asks_again_in_order() -
     assert made.answered(2.0, 2, 3, Elected(False)) == [Settle(3, Elected(False))]
 
 
-def test_a_join_that_was_not_answered_is_asked_again_as_the_same() -> None:
-    made = session()
-    made.opened(0.0, 1)
-    made.ask(0.0, 1, Join(WORKER0, "h:0"))
-    made.link_ended(0.0, 1, "reset")
-    made.wake(1.0)
-    assert made.opened(1.0, 2) == [SendRequest(2, 1, JOIN)]
-    assert Settle(1, ROSTER) in made.answered(1.0, 2, 1, ROSTER)
-
-
 def test_a_link_over_which_a_join_is_not_answered_is_dead() -> None:
     made = session(join_s=10.0)
     made.opened(0.0, 1)
@@ -113,16 +103,6 @@ def test_a_claim_has_its_number_and_that_of_the_last_one_whose_answer_was_seen()
     assert made.ask(0.0, 7, ClaimSteps("other", WORKER0, 9, 0)) == [
         SendRequest(1, 7, ClaimSteps("other", WORKER0, 9, 7, 0))
     ]
-
-
-def test_an_arrival_at_a_barrier_keeps_its_number_when_it_is_asked_again() -> None:
-    made = joined()
-    arrival = AwaitBarrier("b", WORKER0, 7, 5.0)
-    assert made.ask(0.0, 7, AwaitBarrier("b", WORKER0, 0, 5.0)) == [SendRequest(1, 7, arrival)]
-    made.link_ended(0.0, 1, "reset")
-    made.wake(1.0)
-    made.opened(1.0, 2)
-    assert made.answered(1.0, 2, REJOIN, ROSTER)[1:] == [SendRequest(2, 7, arrival)]
 
 
 def test_pauses_grow_to_the_longest_differ_by_incarnation_and_begin_anew_after_an_answer() -> None:

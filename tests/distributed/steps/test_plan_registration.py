@@ -42,21 +42,6 @@ def made(worker: Cluster, here: Callable[[Any], Any] = lambda x: x) -> tuple[lis
     return variables, step
 
 
-def test_all_tasks_compile_a_plan_at_the_same_time(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2, timeout=DEADLINE_S)
-    add = PlanRegistry.add_encoded
-
-    def together(self: PlanRegistry, *given: Any) -> int:
-        both.wait()
-        return add(self, *given)
-
-    monkeypatch.setattr(PlanRegistry, "add_encoded", together)
-    with closing(memory.worker(0)) as worker:
-        variables, step = made(worker)
-        step(jnp.ones(3))
-        np.testing.assert_array_equal([variable.read() for variable in variables], np.ones((2, 3)))
-
-
 def test_the_worker_compiles_while_the_tasks_do(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     all_three = threading.Barrier(3, timeout=DEADLINE_S)
     for owner, name in ((PlanRegistry, "add_encoded"), (LoweredProgram, "compile")):
@@ -81,14 +66,21 @@ def test_programs_that_compute_the_same_are_exported_once(
     assert len(exported) == 1
 
 
-def test_an_error_of_compiling_here_is_raised(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise ValueError("no such instruction")
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [((LoweredProgram, "compile"), "no such plan"), ((PlanRegistry, "add_encoded"), "/job:ps/task:0: no such plan")],
+    ids=["here", "on a task"],
+)
+def test_an_error_of_compiling_is_raised_with_the_name_of_the_task(
+    memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str], text: str
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise WireError("no such plan")
 
-    monkeypatch.setattr(LoweredProgram, "compile", fail)
+    monkeypatch.setattr(*place, refuse)
     with closing(memory.worker(0)) as worker:
         _, step = made(worker, lambda x: x * 2)
-        with pytest.raises(ValueError, match="no such instruction"):
+        with pytest.raises(WireError, match=f"^{text}"):
             step(jnp.ones(3))
 
 
@@ -107,19 +99,6 @@ def test_a_program_that_a_task_has_is_not_sent_again(memory: MemoryCluster, monk
             step(jnp.ones(3))
         np.testing.assert_array_equal(variables[0], [2, 2, 2])
     assert [min(each) > 0 for each in sizes] == [True, True, False, False]
-
-
-def test_an_error_that_a_task_answers_is_raised_with_its_name(
-    memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: PlanRegistry, *_: Any) -> int:
-        raise WireError("no such plan")
-
-    monkeypatch.setattr(PlanRegistry, "add_encoded", refuse)
-    with closing(memory.worker(0)) as worker:
-        _, step = made(worker)
-        with pytest.raises(WireError, match="/job:ps/task:0: no such plan"):
-            step(jnp.ones(3))
 
 
 def test_a_task_that_does_not_answer_is_named(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ class Loop:
         """Call steps with arguments of these leaves; `following` is the batch of the next iteration."""
         found = []
         with self.ahead.iteration(next(self.claimed), None if following is None else (leaves, following)):
+            assert CURRENT.get() is self.ahead
             for registered in steps:
                 begun = self.ahead.take(registered, leaves)
                 step = self.starter.next_step() if begun is None else begun.step
@@ -100,6 +101,7 @@ class Loop:
                 self.ahead.begin_more(step, {"ps": cast(Peer, self.peer)}, registered, leaves)
                 found.append(step.number)
             self.now_s += took_s
+        assert CURRENT.get() is None
         return found
 
 
@@ -138,13 +140,6 @@ def test_each_step_has_its_index_from_the_start_or_from_its_release(prefetch: in
             assert (of == loop.calls[number]) != (released.get(number) == loop.calls[number])
             assert (of is None) == (number in released)
     assert [loop.calls[number].number for number in sorted(loop.calls)] == list(range(12))
-
-
-def test_a_loop_is_the_current_one_only_within_an_iteration() -> None:
-    loop = Loop()
-    with loop.ahead.iteration(range(1)):
-        assert CURRENT.get() is loop.ahead
-    assert CURRENT.get() is None
 
 
 def change_function(loop: Loop, step: RegisteredStep) -> None:

@@ -51,13 +51,6 @@ def test_a_task_has_a_limit_of_its_own(slow: Slow) -> None:
     slow.until_begun({*range(MOST_OF_A_TASK), 100, 101})
 
 
-def test_nothing_is_kept_of_a_task_without_requests(slow: Slow) -> None:
-    slow.may_end.release(20)
-    slow.ask(ONE, *range(20))
-    until(lambda: not slow.queues._tasks)
-    assert len(slow.began) == 20
-
-
 def test_a_request_that_raises_is_logged_and_the_next_runs(slow: Slow, caplog: pytest.LogCaptureFixture) -> None:
     ran = threading.Event()
     for _ in range(MOST_OF_A_TASK):

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -288,19 +286,3 @@ def test_a_step_that_waits_for_a_dead_task_can_be_cancelled(with_dead: tuple[Clu
     dead.may_end.set()
     until(lambda: not cluster.ps.peers._connecting)
     assert len(outcomes) == 1
-
-
-def test_values_are_sent_once_the_task_is_connected(cluster: Cluster) -> None:
-    create(cluster)
-    receiving, sending = list[Any](), list[Any]()
-    to = cluster.other.name
-    sends = cluster.ps.plans.add(Plan(PS, 1, (Read(("w",), (0,)), Send("value", to, (0,)))), ())
-    takes = cluster.other.plans.add(Plan(to, 1, (Recv("value", PS, (0,), (("f32", (3,)),)),), fetches=(0,)), ())
-    step = StepId(CLIENT, 1)
-    cluster.other.runs.run(cluster.other.plans.get(takes), step, (), receiving.append)
-    cluster.ps.runs.run(cluster.ps.plans.get(sends), step, (), sending.append)
-    until(lambda: len(receiving) == len(sending) == 1)
-    assert sending == [()]
-    ((value,),) = receiving
-    assert isinstance(value, jax.Array)
-    np.testing.assert_array_equal(value, jnp.ones(3))

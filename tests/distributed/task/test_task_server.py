@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
 
-from dflow.distributed.synchronous.round_messages import LeaveRounds, NextRound, OpenRounds, ProposeRounds
-from dflow.distributed.synchronous.step_aggregator import StepAggregator
+from dflow.distributed.synchronous.round_messages import LeaveRounds, NextRound, ProposeRounds
 from dflow.distributed.task.arrivals import Arrival
 from dflow.distributed.task.request_queues import MOST_OF_A_TASK
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.basic import Introduce, Ok
+from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, TaskState
 from dflow.distributed.wire.messages.plans import CancelStep, RegisterPlan, RunPlan
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
-from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.wire.messages.variables import (
     ForgetState,
@@ -40,8 +35,6 @@ from tests.distributed.task.served_tasks import (
     CLIENT,
     CLIENTS,
     ONES,
-    OTHER,
-    PS,
     WORKER,
     Cluster,
     create,
@@ -49,9 +42,7 @@ from tests.distributed.task.served_tasks import (
     read,
     roster,
 )
-from tests.distributed.task_parts import part_of
 from tests.distributed.transports import DEADLINE_S, Recorder, reach
-from tests.distributed.waiting import until
 
 
 def test_the_first_to_create_wins_and_the_rest_find_it(cluster: Cluster) -> None:
@@ -66,11 +57,6 @@ def test_the_first_to_create_wins_and_the_rest_find_it(cluster: Cluster) -> None
     assert first in [[number] * 3 for number in range(8)]
     create(cluster, value=9 * ONES)
     assert read(cluster) == first
-
-
-def test_bfloat16_variables_travel(cluster: Cluster) -> None:
-    create(cluster, value=np.asarray(jnp.array([1.5, -2.0], jnp.bfloat16)))
-    assert read(cluster) == [1.5, -2.0]
 
 
 REFUSED: list[tuple[Message, Callable[[], bytes], type[Exception], str]] = [
@@ -136,19 +122,6 @@ def test_a_resource_that_an_earlier_process_shall_hold_is_not_created_here(clust
         cluster.ask(ReadVariables(("v",)))
 
 
-def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster) -> None:
-    with pytest.raises(errors.RemoteError, match="'run' is not open; run it again"):
-        cluster.ask(NextRound("run", CLIENT, -1, "", math.inf))
-    cluster.ask(ProposeRounds("run", CLIENT, 2, 2, "sums"))
-    cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorSettings(Reduction.MEAN, 2)))
-    cluster.ask(OpenRounds("run", 2, 2, (CLIENT, WORKER), "sums", "sums", {PS: 0}))
-    waits = cluster.client.start(NextRound("run", CLIENT, 0, "sums", math.inf))
-    until(lambda: bool(part_of(cluster.ps, StepAggregator)._runs["run"]._asks))
-    cluster.ps.close()
-    with pytest.raises(errors.TaskLost, match="it closes"):
-        waits.wait(DEADLINE_S)
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -184,33 +157,6 @@ def test_a_worker_that_was_given_up_writes_nothing_more(cluster: Cluster) -> Non
     assert read(cluster) == [5, 5, 5]
 
 
-def test_a_write_by_a_worker_that_knows_of_a_departure_waits_until_its_task_knows_too(cluster: Cluster) -> None:
-    create(cluster)
-    zombie = cluster.reach_ps(OTHER)
-    newer = msgspec.structs.replace(roster(cluster.ps, cluster.worker, left={OTHER: "no heartbeat"}), version=2)
-    cluster.worker.roster_changed(newer)
-    write = cluster.worker.peer(PS).start(WriteVariable("w", "float32", (3,)), encode_array(2 * ONES))
-    assert zombie.call(WriteVariable("w", "float32", (3,)), encode_array(7 * ONES), timeout_s=DEADLINE_S)
-    cluster.ps.roster_changed(newer)
-    assert write.wait(DEADLINE_S).message == Ok()
-    with pytest.raises(errors.TaskLost, match=r"worker:1 left at 1\.0 s: no heartbeat"):
-        zombie.call(WriteVariable("w", "float32", (3,)), encode_array(7 * ONES), timeout_s=DEADLINE_S)
-    assert read(cluster) == [2, 2, 2]
-
-
-def test_a_connection_to_an_earlier_process_of_a_task_is_not_used_for_the_next(cluster: Cluster) -> None:
-    before = cluster.worker.peer(PS)
-    known = roster(*cluster.tasks.values())
-    cluster.worker.roster_changed(known)
-    assert cluster.worker.peer(PS) is before
-    restarted = tuple(
-        msgspec.structs.replace(info, incarnation="next", life=9) if info.task == PS else info for info in known.tasks
-    )
-    cluster.worker.roster_changed(Roster(restarted, (), 2))
-    assert before.closed
-    assert cluster.worker.peer(PS) is not before
-
-
 def test_queued_requests_of_a_worker_that_has_left_are_refused(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,17 +180,3 @@ def test_queued_requests_of_a_worker_that_has_left_are_refused(
         with pytest.raises(errors.TaskLost, match=r"ps:0 serves only members .* worker:0 left at 1\.0 s: no heartbeat"):
             write.wait(DEADLINE_S)
     assert read(cluster) == [1, 1, 1]
-
-
-def test_a_worker_whose_successor_has_joined_writes_nothing_more(cluster: Cluster) -> None:
-    create(cluster)
-    zombie, successor = cluster.reach_ps(WORKER), reach(cluster.transport, cluster.ps.address, Recorder(), name=WORKER)
-    anew = TaskInfo(WORKER, "elsewhere", 5.0, life=9)
-    successor.start(Introduce(9))
-    pending = successor.start(WriteVariable("w", "float32", (3,)), encode_array(2 * ONES))
-    known = roster(cluster.ps, cluster.other, left={WORKER: "killed"})
-    cluster.ps.roster_changed(Roster((*known.tasks, anew), ()))
-    assert pending.wait(DEADLINE_S).message == Ok()
-    with pytest.raises(errors.TaskLost, match="worker:0 has started again, and this is its earlier process; end it"):
-        zombie.call(WriteVariable("w", "float32", (3,)), encode_array(7 * ONES), timeout_s=DEADLINE_S)
-    assert read(cluster) == [2, 2, 2]

@@ -279,10 +279,6 @@ def test_closing_a_task_fails_what_it_has_not_begun(cluster: Cluster) -> None:
         running[0].result(DEADLINE_S)
 
 
-def test_an_empty_plan_ends_at_once(cluster: Cluster) -> None:
-    assert cluster.ask(run_plan(next_step(), register(cluster))).message == Ok()
-
-
 def test_no_thread_waits_for_a_plan_to_end(cluster: Cluster) -> None:
     """Far more plans than threads wait for values, and the task still answers requests."""
     create(cluster)

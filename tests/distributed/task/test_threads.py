@@ -31,14 +31,6 @@ def test_an_idle_thread_is_used_again() -> None:
     threads.shutdown()
 
 
-def test_an_error_of_a_call_is_its_result() -> None:
-    threads = OnDemandThreads("raising")
-    with pytest.raises(ZeroDivisionError):
-        threads.submit(lambda: 1 / 0).result(DEADLINE_S)
-    assert threads.submit(lambda: 2).result(DEADLINE_S) == 2
-    threads.shutdown()
-
-
 def test_shutdown_waits_for_no_call_unless_asked_and_ends_the_threads() -> None:
     threads, may_end = OnDemandThreads("ending"), threading.Event()
     running = threads.submit(may_end.wait, DEADLINE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,38 +95,62 @@ def test_replies_may_come_later_from_another_thread_in_any_order(serve: Serve) -
     assert [p.wait(DEADLINE_S).message for p in pending] == [Registered(number) for number in range(5)]
 
 
-def test_a_failure_is_raised_as_its_class_and_names_the_peer(serve: Serve) -> None:
+def failing(error: Exception) -> Handler:
+    """A handler that raises `error` at a request."""
+
     def fail(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        error = errors.VariableError("there is no variable 'w'")
-        error.add_note("create it first")
         raise error
 
-    peer, _ = serve(Recorder(fail))
-    with pytest.raises(errors.VariableError, match="server: there is no variable 'w'\ncreate it first"):
-        peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+    return Recorder(fail)
 
 
-@pytest.mark.parametrize("name", ["ValueError", "annotations"])
-def test_a_failure_of_another_class_is_a_remote_error(serve: Serve, name: str) -> None:
-    peer, _ = serve(Recorder(lambda peer, message, payload, responder: responder.reply(Failure(name, "why"))))
-    with pytest.raises(errors.RemoteError, match=f"server failed: {name}: why"):
-        peer.call(Ok(), timeout_s=DEADLINE_S)
+def answering(*answer: Any) -> Handler:
+    """A handler that answers a request with this message, and payload if any."""
+    return Recorder(lambda peer, message, payload, responder: responder.reply(*answer))
 
 
-def test_an_enormous_failure_text_is_cut(serve: Serve) -> None:
-    def fail(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        raise ValueError("x" * 5_000_000)
-
-    peer, _ = serve(Recorder(fail))
-    with pytest.raises(errors.RemoteError, match=r"xxx \.\.\. \(\d+ more characters\)"):
-        peer.call(Ok(), timeout_s=DEADLINE_S)
+def noted(error: Exception, note: str) -> Exception:
+    error.add_note(note)
+    return error
 
 
-def test_a_side_that_only_asks_refuses_requests(serve: Serve) -> None:
-    peer, _ = serve(RefuseAll())
-    with pytest.raises(errors.RemoteError, match="NotImplementedError: ReadVariables is not answered here"):
-        peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+FAILURES: dict[str, tuple[Handler, type[Exception], str]] = {
+    "of dflow": (
+        failing(noted(errors.VariableError("there is no variable 'w'"), "create it first")),
+        *(errors.VariableError, "server: there is no variable 'w'\ncreate it first"),
+    ),
+    "of another class": (answering(Failure("ValueError", "why")), errors.RemoteError, "server failed: ValueError: why"),
+    "of no class": (answering(Failure("annotations", "why")), errors.RemoteError, "server failed: annotations: why"),
+    "enormous": (failing(ValueError("x" * 5_000_000)), errors.RemoteError, r"xxx \.\.\. \(\d+ more characters\)"),
+    "not answered": (RefuseAll(), errors.RemoteError, "NotImplementedError: RegisterPlan is not answered here"),
+    "waiting": (
+        Recorder(lambda peer, *_: peer.call(Ok(), timeout_s=DEADLINE_S)),
+        *(errors.InternalError, "a handler waits for client to answer Ok"),
+    ),
+    "too large": (answering(Registered(1), bytes(101)), errors.WireError, "server: the payload of Registered has 101"),
+    "not declared": (
+        answering(Placed("elsewhere")),
+        errors.WireError,
+        "server answered RegisterPlan with Placed; expected Registered; install the same dflow on both",
+    ),
+    "not packed": (answering(Packed(), b"broken"), errors.WireError, "a packed message cannot be decompressed"),
+}
+
+
+@pytest.mark.parametrize(("server", "kind_of_error", "text"), FAILURES.values(), ids=FAILURES)
+def test_a_call_that_fails_raises_an_error_that_names_the_peer(
+    serve: Serve, server: Handler, kind_of_error: type[Exception], text: str
+) -> None:
+    peer, _ = serve(server, Limits(max_payload_bytes=100))
+    with pytest.raises(kind_of_error, match=text):
+        peer.call(RegisterPlan(b"", ()), timeout_s=DEADLINE_S)
     peer.notify(Ok())
+
+
+def test_a_packed_reply_arrives_unpacked(serve: Serve) -> None:
+    roster = Roster((TaskInfo("/job:ps/task:0", "h:1", 0.0),), ())
+    peer, _ = serve(answering(*pack(roster, goes_to_many=True)))
+    assert peer.call(Join("client", "h:2"), timeout_s=DEADLINE_S).message == roster
 
 
 def test_a_second_answer_is_a_fault_of_the_handler(serve: Serve) -> None:
@@ -142,15 +167,6 @@ def test_a_second_answer_is_a_fault_of_the_handler(serve: Serve) -> None:
     peer.call(Introduce(0), timeout_s=DEADLINE_S)
     peer.call(Introduce(0), timeout_s=DEADLINE_S)
     assert "Introduce from client was answered twice" in str(faults[0])
-
-
-def test_a_handler_may_not_wait_for_a_reply(serve: Serve) -> None:
-    def ask_back(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        peer.call(Ok(), timeout_s=DEADLINE_S)
-
-    peer, _ = serve(Recorder(ask_back))
-    with pytest.raises(errors.InternalError, match="a handler waits for client to answer Ok"):
-        peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
 
 
 def test_a_call_without_an_answer_ends_at_its_deadline(serve: Serve) -> None:
@@ -254,15 +270,6 @@ def test_a_message_over_the_senders_limits_is_refused_at_the_sender(serve: Serve
     assert peer.call(Ok(), bytes(10), timeout_s=DEADLINE_S).message == Ok()
 
 
-def test_a_reply_over_the_limits_is_a_failure_at_the_asker(serve: Serve) -> None:
-    def too_large(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        responder.reply(Ok(), bytes(11))
-
-    peer, _ = serve(Recorder(too_large), Limits(max_payload_bytes=10))
-    with pytest.raises(errors.WireError, match="server: the payload of Ok has 11 bytes"):
-        peer.call(Ok(), timeout_s=DEADLINE_S)
-
-
 def test_both_sides_may_flood_each_other(serve: Serve) -> None:
     """Handlers whose answers exceed the sockets' buffers do not deadlock when both sides send requests concurrently."""
     server_side: list[Peer] = []
@@ -333,21 +340,3 @@ def test_a_reply_is_told_before_what_comes_after_it(kind: Kind) -> None:
         handler.notice()
     listener.close()
     assert told == ["reply", "notice"] * 100
-
-
-def test_a_reply_that_the_request_does_not_declare_is_an_error(serve: Serve) -> None:
-    peer, _ = serve(Recorder(lambda peer, message, payload, responder: responder.reply(Placed("elsewhere"))))
-    text = "server answered RegisterPlan with Placed; expected Registered; install the same dflow on both"
-    with pytest.raises(errors.WireError, match=text):
-        peer.call(RegisterPlan(b"", ()), timeout_s=DEADLINE_S)
-
-
-def test_a_packed_reply_arrives_unpacked(serve: Serve) -> None:
-    roster = Roster((TaskInfo("/job:ps/task:0", "h:1", 0.0),), ())
-    peer, _ = serve(
-        Recorder(lambda peer, message, payload, responder: responder.reply(*pack(roster, goes_to_many=True)))
-    )
-    assert peer.call(Join("client", "h:2"), timeout_s=DEADLINE_S).message == roster
-    peer, _ = serve(Recorder(lambda peer, message, payload, responder: responder.reply(Packed(), b"broken")))
-    with pytest.raises(errors.WireError, match="a packed message cannot be decompressed"):
-        peer.call(Join("client", "h:2"), timeout_s=DEADLINE_S)

@@ -18,18 +18,15 @@ import pytest
 
 from dflow.distributed.transport import listener as listener_module
 from dflow.distributed.transport.base import Listener, Peer, Responder
-from dflow.distributed.transport.framing import pack_header
-from dflow.distributed.transport.link import Frame, Kind, Limits
+from dflow.distributed.transport.link import Kind, Limits
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.transport.stream import Deadline, Stream
-from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages.basic import Failure, Hello, Ok
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.wire.messages.plans import Registered
 from dflow.tracing import errors
 from tests.distributed.proxy import Proxy
-from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
+from tests.distributed.transports import DEADLINE_S, Recorder, dial_raw, echo, frame, reach
 from tests.effort import examples
 
 #: A session with this time-out ends by its peer's death, or the test's deadline fails.
@@ -193,13 +190,13 @@ def test_a_session_is_resumed_by_none_but_its_own_process(
 ) -> None:
     caplog.set_level(logging.WARNING, "dflow")
     listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
-    with dial_raw(listener, Hello("stranger", session="s", process="p")) as first:
+    with dial_raw(listener, frame(Hello("stranger", session="s", process="p"))) as first:
         for sequence in (1, 2):
-            first.sendall(frame_of(Ok(), Kind.REQUEST, sequence=sequence))
+            first.sendall(frame(Ok(), kind=Kind.REQUEST, sequence=sequence))
             hear_answer(first)
             if sequence == 1:
                 # After an answer to a request, the session is known.
-                with dial_raw(listener, other) as second:
+                with dial_raw(listener, frame(other)) as second:
                     assert second.recv(1) == b""
     assert why in "".join(record.getMessage() for record in caplog.records)
     listener.close()
@@ -225,42 +222,24 @@ def test_a_session_may_be_resumed_as_soon_as_it_was_answered(monkeypatch: pytest
     monkeypatch.setattr(listener_module, "say_hello", answer)
     monkeypatch.setattr(listener_module.SocketListener, "_find", find)
     listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
-    with dial_raw(listener, Hello("stranger", session="s", process="p")) as first:
+    with dial_raw(listener, frame(Hello("stranger", session="s", process="p"))) as first:
         assert first.recv(1)
-    with dial_raw(listener, Hello("stranger", session="s", process="p", resumes=True)) as second:
-        second.sendall(frame_of(Ok(), Kind.REQUEST, sequence=1))
+    with dial_raw(listener, frame(Hello("stranger", session="s", process="p", resumes=True))) as second:
+        second.sendall(frame(Ok(), kind=Kind.REQUEST, sequence=1))
         hear_answer(second)
     listener.close()
 
 
 def test_a_session_is_resumed_although_its_last_socket_seems_alive() -> None:
     listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
-    with dial_raw(listener, Hello("stranger", session="s", process="p")) as first:
-        first.sendall(frame_of(Ok(), Kind.REQUEST, sequence=1))
+    with dial_raw(listener, frame(Hello("stranger", session="s", process="p"))) as first:
+        first.sendall(frame(Ok(), kind=Kind.REQUEST, sequence=1))
         hear_answer(first)
-        with dial_raw(listener, Hello("stranger", session="s", process="p", resumes=True, received=1)) as second:
-            second.sendall(frame_of(Ok(), Kind.REQUEST, sequence=2))
+        with dial_raw(listener, frame(Hello("stranger", session="s", process="p", resumes=True, received=1))) as second:
+            second.sendall(frame(Ok(), kind=Kind.REQUEST, sequence=2))
             hear_answer(second)
         assert first.recv(1) == b""
     listener.close()
-
-
-def test_a_frame_that_comes_again_is_handled_once() -> None:
-    server = Recorder()
-    listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=server)
-    with dial_raw(listener, Hello("stranger", session="s", process="p")) as sock:
-        for name, sequence in (("first", 1), ("first", 1), ("second", 2)):
-            sock.sendall(frame_of(Placed(name), Kind.NOTIFY, sequence=sequence))
-        assert [server.notice()[0] for _ in range(2)] == [Placed("first"), Placed("second")]
-    listener.close()
-
-
-def dial_raw(listener: Listener, hello: Hello) -> socket.socket:
-    """A connection over which `hello` was sent."""
-    host, port = listener.address.split(":")
-    sock = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
-    sock.sendall(frame_of(hello, Kind.NOTIFY))
-    return sock
 
 
 def hear_answer(sock: socket.socket) -> None:
@@ -268,11 +247,6 @@ def hear_answer(sock: socket.socket) -> None:
     heard = b""
     while b"Ok" not in heard:
         heard += sock.recv(1 << 16) or pytest.fail("it closed the connection")
-
-
-def frame_of(message: Message, kind: Kind, sequence: int = 0) -> bytes:
-    meta = encode_message(message)
-    return pack_header(Frame(kind, 0, meta, b""), sequence=sequence) + meta
 
 
 def test_a_sender_waits_while_much_is_not_acknowledged_and_says_so_at_the_deadline() -> None:

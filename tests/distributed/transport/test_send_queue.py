@@ -77,16 +77,6 @@ def as_reader() -> Iterator[Callable[[Callable[[], None]], None]]:
 AsReader = Callable[[Callable[[], None]], None]
 
 
-def test_gathered_frames_leave_by_one_call(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
-    def work() -> None:
-        for text in "abc":
-            queue.send(frame(text))
-        assert paper.calls == []
-
-    as_reader(work)
-    assert paper.calls == [b"abc"]
-
-
 def test_gathered_frames_leave_before_the_thread_waits(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
         queue.send(frame("a"))

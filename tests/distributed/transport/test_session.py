@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -144,26 +145,23 @@ TwoEnds.TestCase.settings = settings(max_examples=examples(60), stateful_step_co
 TestTwoEnds = TwoEnds.TestCase
 
 
-def test_a_gap_is_an_error() -> None:
-    session: Session[None] = Session()
-    assert session.receive(1, 0)
-    with pytest.raises(WireError, match="frame 3 came after frame 1; those in between are missing"):
-        session.receive(3, 0)
-
-
-def test_an_acknowledgement_of_what_was_not_sent_is_an_error() -> None:
-    session: Session[None] = Session()
-    session.send(None, 0)
-    with pytest.raises(WireError, match="frame 2 is acknowledged, but only 1 were sent"):
-        session.acknowledge(2)
-
-
-def test_a_peer_that_has_forgotten_frames_is_not_resumed() -> None:
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (lambda session: session.receive(2, 0), "frame 2 came after frame 0; those in between are missing"),
+        (lambda session: session.acknowledge(2), "frame 2 is acknowledged, but only 1 were sent"),
+        (
+            lambda session: (session.acknowledge(1), session.resume(0)),
+            "has 0 frames but had acknowledged 1; it has forgotten this session",
+        ),
+    ],
+    ids=["gap", "not sent", "forgotten"],
+)
+def test_what_contradicts_earlier_frames_is_an_error(act: Callable[[Session[None]], object], text: str) -> None:
     session: Session[None] = Session()
     session.send(None, 0)
-    session.acknowledge(1)
-    with pytest.raises(WireError, match="has 0 frames but had acknowledged 1; it has forgotten this session"):
-        session.resume(0)
+    with pytest.raises(WireError, match=text):
+        act(session)
 
 
 def test_the_end_gives_back_what_is_retained() -> None:

@@ -7,7 +7,6 @@ import gc
 import os
 import socket
 import struct
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -28,7 +27,6 @@ from dflow.distributed.transport.shared_memory import (
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.codec import decode_array
 from dflow.distributed.wire.messages.basic import Ok
-from dflow.lowering.values.alignment import ALIGNMENT_BYTES
 from dflow.tracing.errors import TransportClosed, WireError
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
 from tests.effort import examples
@@ -40,16 +38,6 @@ PAGES = 16
 def pool_and_view(size_bytes: int = SIZE) -> tuple[SharedPool, SharedView]:
     pool = SharedPool(size_bytes)
     return pool, SharedView(os.dup(pool.descriptor))
-
-
-def test_a_value_is_seen_writable_and_aligned_without_a_copy() -> None:
-    pool, view = pool_and_view()
-    place = pool.put(b"abc" * 1000)
-    assert place is not None
-    payload = view.take(place, SIZE)
-    assert bytes(payload) == b"abc" * 1000
-    assert not payload.readonly
-    assert np.frombuffer(payload, np.uint8).ctypes.data % ALIGNMENT_BYTES == 0
 
 
 def test_a_place_is_free_again_once_the_receivers_array_is_gone() -> None:
@@ -88,19 +76,6 @@ def test_memory_whose_size_can_change_is_refused() -> None:
         SharedView(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-
-
-def test_two_sides_swap_their_memories() -> None:
-    one, other = socket.socketpair()
-    with one, other, ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(SharedMemory.agree, other, SIZE)
-        mine = SharedMemory.agree(one, SIZE)
-        view = theirs.result(DEADLINE_S).view
-        assert mine.pool is not None
-        assert view is not None
-        place = mine.pool.put(b"from one")
-        assert place is not None
-        assert bytes(view.take(place, SIZE)) == b"from one"
 
 
 @pytest.mark.parametrize("unable", [1, 2])

@@ -58,22 +58,3 @@ def test_the_oldest_of_the_greediest_source_gives_way() -> None:
     with pytest.raises(TransportClosed, match="evicted"):
         admission.believe(1)
     assert admission.believe(0)
-
-
-def test_a_flood_from_one_source_never_costs_another_its_place() -> None:
-    admission: Admission[int] = Admission(connections=100, unauthenticated=8, per_source=4)
-    admission.arrive(0, "honest")
-    for number in range(1, 1000):
-        admission.arrive(number, "flood")
-    assert admission.believe(0)
-
-
-def test_a_newcomer_is_heard_and_has_no_room_when_every_connection_is_a_peers() -> None:
-    admission: Admission[int] = Admission(connections=2, unauthenticated=2, per_source=2)
-    for number in range(2):
-        admission.arrive(number, "a")
-        admission.believe(number)
-    assert admission.arrive(2, "b") is None
-    assert not admission.believe(2)
-    admission.leave(0)
-    assert admission.believe(2)

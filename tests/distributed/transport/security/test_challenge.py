@@ -72,20 +72,6 @@ def test_another_secret_or_another_connection_is_believed_by_neither(secret: byt
     assert of_connector == "waits"
 
 
-def test_a_proof_sent_back_proves_nothing() -> None:
-    """One who knows no secret answers the connector with its own messages, or with those of a listener elsewhere."""
-    assert "this side's own nonce back" in CONNECTOR.tell([CONNECTOR.nonce])[1]
-    (_, proof), _ = CONNECTOR.tell([LISTENER.nonce])
-    assert "does not know" in CONNECTOR.tell([LISTENER.nonce, proof])[1]
-
-
-def test_a_listener_is_no_oracle_for_another_connection() -> None:
-    """One in the middle runs two connections at once, each with the nonces of the other, and passes proofs on."""
-    victim = CONNECTOR._replace(binding=b"the middle's certificate")
-    (_, proof), _ = victim.tell([LISTENER.nonce])
-    assert "does not know" in LISTENER.tell([victim.nonce, proof])[1]
-
-
 @settings(max_examples=examples(300))
 @given(
     st.sampled_from([CONNECTOR, LISTENER]),

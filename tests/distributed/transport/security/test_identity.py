@@ -63,14 +63,3 @@ def test_a_name_of_no_task_is_admitted_by_exactly_itself(identities: list[Identi
 )
 def test_a_uri_of_another_form_names_no_one(uri: str) -> None:
     assert identities_of([uri]) == ()
-
-
-def test_the_refusal_says_both_names_and_what_to_do() -> None:
-    expected = r"calls itself '/job:ps/task:0', but its certificate is for worker:3, status; issue one .* --name"
-    with pytest.raises(SecurityError, match=expected):
-        require_admitted((Identity("worker", 3), Identity("status")), "/job:ps/task:0")
-
-
-def test_a_name_with_another_index_or_more_around_it_is_refused() -> None:
-    for name in ("/job:worker/task:30", "/job:worker/task:3 ", "/job:worker/task:3\n", "worker:3", "worker"):
-        assert not admits([Identity("worker", 3)], name)

@@ -10,7 +10,6 @@ import struct
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +28,6 @@ from tests.distributed.transport.security.secured_pairs import (
     outcome,
     policy,
     receive,
-    send_all,
     serve,
     two_sockets,
 )
@@ -86,23 +84,6 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, sockets: Sockets, connect: Con
     client.stream._sock.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
     with pytest.raises(SecurityError, match="bad record mac"):
         receive(server, 1)
-
-
-def test_bytes_go_both_ways_at_once(tmp_path: Path, connect: Connect) -> None:
-    client, server = connect(policy(tmp_path, "a"), policy(tmp_path, "b")).secured()
-    data = np.random.default_rng(0).integers(0, 256, 8 << 20, dtype=np.uint8).tobytes()
-    senders = [threading.Thread(target=send_all, args=(end, data)) for end in (client, server)]
-    received: dict[int, bytes] = {}
-
-    def take(number: int, end: Secured) -> None:
-        received[number] = receive(end, len(data))
-
-    readers = [threading.Thread(target=take, args=pair) for pair in enumerate((client, server))]
-    for thread in (*senders, *readers):
-        thread.start()
-    for thread in (*senders, *readers):
-        thread.join(DEADLINE_S)
-    assert received == {0: data, 1: data}
 
 
 @settings(max_examples=examples(30), deadline=None)
