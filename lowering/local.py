@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from dflow.lowering.files.array_files import divided, write_parts
-from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import whole_here
 from dflow.lowering.passes.base import Observer, run_passes
@@ -86,13 +86,13 @@ class LocalHome:
         is_marks = near is not None and variable.name == near.name + SUFFIX
         key = near.key + SUFFIX if near is not None and is_marks else key_of(variable.name, variable.serial)
         make = initial if callable(initial) else lambda: initial
-        self.store.create(key, variable.type, make, self._place(variable, near))
+        self.store.create(key, variable.type, make, self._sharding(variable, near))
         self._named[variable.name] = variable
         weakref.finalize(variable, self.store.table.drop, key).atexit = False
-        place = self.store.place(key)
-        if place is None or is_spread(place):
-            return Slot(None, key, place)
-        return Slot(device_name("", local_name(next(iter(place.device_set)))), key)
+        sharding = self.store.sharding(key)
+        if sharding is None or is_spread(sharding):
+            return Slot(None, key, sharding)
+        return Slot(device_name("", local_name(next(iter(sharding.device_set)))), key)
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
         return initial
@@ -103,7 +103,7 @@ class LocalHome:
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
+    def _sharding(self, variable: Variable, near: Variable | None) -> Sharding | None:
         """Return where a new variable is to live: as its sharding says, beside another, or as the scope says."""
         scope, spread = scope_here(), spread_here()
         is_beside = near is not None and self._is_alike(near, variable)
@@ -121,7 +121,7 @@ class LocalHome:
             assert isinstance(variable.sharding, Sharding)
             return variable.sharding
         if near is not None:
-            return self.store.place(near.key) if is_beside else None
+            return self.store.sharding(near.key) if is_beside else None
         if scope is None or not is_within_task(scope):
             if choices_in(scope) is not None:
                 return None
@@ -140,7 +140,7 @@ class LocalHome:
 
     def _is_alike(self, near: Variable, variable: Variable) -> bool:
         """Whether a variable beside another one can have its sharding."""
-        return not is_spread(self.store.place(near.key)) or near.shape == variable.shape
+        return not is_spread(self.store.sharding(near.key)) or near.shape == variable.shape
 
     def _clash(self, variable: Variable) -> str | None:
         """Return the text of an error if a living variable has the same name and another type.
@@ -192,8 +192,8 @@ class LocalHome:
             whole = replace(first.type.strong, shape=first.part.whole)
             return divided(whole, [*map(indices_of, held)], [*map(whole_here, parts)])
 
-        def write(folder: Place, places: Mapping[str, str]) -> None:
-            write_parts(folder, {name: array(held) for name, held in variables.items()}, places)
+        def write(folder: Location, paths: Mapping[str, str]) -> None:
+            write_parts(folder, {name: array(held) for name, held in variables.items()}, paths)
 
         yield write
 

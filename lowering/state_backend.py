@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.queues.queue_producer import QueueProducer
@@ -25,8 +25,8 @@ from dflow.tracing.state.resources import Variable
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
-#: Writes captured values into a folder prepared by `make_places`, which returned the second argument.
-WriteCaptured = Callable[[Place, Mapping[str, str]], None]
+#: Writes captured values into a folder prepared by `make_paths`, which returned the second argument.
+WriteCaptured = Callable[[Location, Mapping[str, str]], None]
 
 
 #: The variables of saved arrays, by array name: one, or the variables that divide the array, by their indices.

@@ -21,7 +21,7 @@ import msgspec
 from dflow import __version__
 from dflow.exporting.export_check import check_manifest
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature
-from dflow.lowering.files.array_files import fill_folder, make_places, read_arrays, write_manifest
+from dflow.lowering.files.array_files import fill_folder, make_paths, read_arrays, write_manifest
 from dflow.lowering.files.array_manifest import MANIFEST as ARRAYS_MANIFEST
 from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.files.regular_file import LinkError, read_regular, reading_remedy, refuse_links, remedy_of
@@ -52,23 +52,23 @@ class _Form(msgspec.Struct, frozen=True):
 
 
 def begin(folder: Path, programs: Mapping[str, bytes], variables: Iterable[str]) -> dict[str, str]:
-    """Write the programs of an export; return the places of its variables, for `write_parts`."""
+    """Write the programs of an export; return the paths of its variables, for `write_parts`."""
     (folder / PROGRAMS).mkdir()
     for name, content in programs.items():
         (folder / PROGRAMS / name).write_bytes(content)
     (folder / VARIABLES).mkdir()
-    return make_places(folder / VARIABLES, variables)
+    return make_paths(folder / VARIABLES, variables)
 
 
 def finish(
     folder: Path,
     manifest: ExportManifest,
     variables: Mapping[str, ArrayType],
-    places: Mapping[str, str],
+    paths: Mapping[str, str],
     constants: Mapping[str, Any],
 ) -> None:
     """Write the rest of an export, after all its variables, whose types are given."""
-    write_manifest(folder / VARIABLES, variables, places, {})
+    write_manifest(folder / VARIABLES, variables, paths, {})
     (folder / CONSTANTS).mkdir()
     fill_folder(folder / CONSTANTS, constants)
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))

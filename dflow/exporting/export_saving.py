@@ -16,7 +16,7 @@ from dflow.exporting.export_format import MANIFEST, VARIABLES, begin, finish
 from dflow.exporting.export_manifest import ExportManifest
 from dflow.lowering.files.array_files import divided, write_parts
 from dflow.lowering.files.atomic_directory import whole_folder
-from dflow.lowering.files.object_path import ObjectPath, Place
+from dflow.lowering.files.object_path import Location, ObjectPath
 from dflow.lowering.files.whole_arrays import whole_here
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import ExportError
@@ -35,16 +35,16 @@ class ExportContent:
     variables: Mapping[str, Variable]
     constants: Mapping[str, Any]
 
-    def save(self, place: Path, *, overwrite: bool, origins: Iterable[Variable] = ()) -> None:
+    def save(self, location: Path, *, overwrite: bool, origins: Iterable[Variable] = ()) -> None:
         """Write the directory; `origins` are variables that others stand for, whose processes have them together."""
         group = group_of((*self.variables.values(), *origins))
-        what = f"the export to {str(place)!r}"
-        folder = whole_folder(place, marker=MANIFEST, overwrite=overwrite)
+        what = f"the export to {str(location)!r}"
+        folder = whole_folder(location, marker=MANIFEST, overwrite=overwrite)
         if group is not None and any(map(is_divided, self.variables.values())):
             values = self._values(group)
 
-            def write(path: Place, places: Mapping[str, str]) -> None:
-                write_parts(path / VARIABLES, values, places)
+            def write(path: Location, paths: Mapping[str, str]) -> None:
+                write_parts(path / VARIABLES, values, paths)
 
             save_together(group, what, channel_of(what), folder, self._begin, write, self._finish)
         else:
@@ -52,21 +52,21 @@ class ExportContent:
             def write_alone() -> None:
                 values = self._values(None)
                 with folder as path:
-                    places = self._begin(path)
-                    write_parts(path / VARIABLES, values, places)
-                    self._finish(path, places)
+                    paths = self._begin(path)
+                    write_parts(path / VARIABLES, values, paths)
+                    self._finish(path, paths)
 
             with saved_once(group, what) as save_by:
                 save_by(write_alone)
         if group is not None:
-            check_seen(place)
+            check_seen(location)
 
-    def _begin(self, folder: Place) -> Mapping[str, str]:
+    def _begin(self, folder: Location) -> Mapping[str, str]:
         return begin(_local(folder), self.programs, self._types())
 
-    def _finish(self, folder: Place, places: Mapping[str, str]) -> None:
+    def _finish(self, folder: Location, paths: Mapping[str, str]) -> None:
         reach("export")
-        finish(_local(folder), self.manifest, self._types(), places, self.constants)
+        finish(_local(folder), self.manifest, self._types(), paths, self.constants)
 
     def _arrays(self) -> dict[str, list[str]]:
         """Return the names of the variables of each stored array."""
@@ -112,6 +112,6 @@ def _refuse_divided(array: str, variables: Iterable[Variable]) -> None:
         )
 
 
-def _local(folder: Place) -> Path:
+def _local(folder: Location) -> Path:
     assert not isinstance(folder, ObjectPath)  # `SavableFunctions.save` takes local paths
     return folder

@@ -36,7 +36,7 @@ from dflow.exporting.small_weights import (
     size_of,
     with_small_weights,
 )
-from dflow.lowering.files.places import place_of
+from dflow.lowering.files.locations import location_of
 from dflow.lowering.programs.export import exported
 from dflow.lowering.programs.portable_tree import leaves_of
 from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
@@ -76,12 +76,12 @@ class SavableFunctions:
         workers, or by worker 0 alone if each has whole values. Raises CheckpointExists if `path` exists; but with
         `overwrite=True`, an existing export is replaced. Raises ExportError for a URL of an object store.
         """
-        place = place_of(os.fsdecode(path))
-        if not isinstance(place, Path):
-            raise ExportError(f"save: expected a local path, got {place}", "save it here, and copy the directory")
+        location = location_of(os.fsdecode(path))
+        if not isinstance(location, Path):
+            raise ExportError(f"save: expected a local path, got {location}", "save it here, and copy the directory")
         content = ExportContent(self._manifest, self._contents, self.variables, self._constants)
-        content.save(place, overwrite=overwrite, origins=self._origins())
-        return place
+        content.save(location, overwrite=overwrite, origins=self._origins())
+        return location
 
     def _origins(self) -> Iterable[Variable]:
         """Return the variables that others stand for."""

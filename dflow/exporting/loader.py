@@ -101,27 +101,27 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     Only the programs run, no Python code. Raises ExportError if the directory is no export, is damaged or malformed,
     calls a target that is not allowed, needs 64-bit precision that is off here, or has an unreadable version.
     """
-    place = present(path)
-    manifest = read_manifest(place)
-    _check_precision(place, manifest)
-    contents = {name: read_content(place, name, signature) for name, signature in manifest.signatures.items()}
+    location = present(path)
+    manifest = read_manifest(location)
+    _check_precision(location, manifest)
+    contents = {name: read_content(location, name, signature) for name, signature in manifest.signatures.items()}
     allowed = {target for check in disabled_checks if (target := check.is_custom_call()) is not None}
     with bytecode_reader() as as_text:
         read = partial(read_program, allowed=allowed, as_text=as_text)
-        programs = {name: _program(place, name, content, manifest, read) for name, content in contents.items()}
+        programs = {name: _program(location, name, content, manifest, read) for name, content in contents.items()}
     parts = manifest.parts()
     whole = (name for name, entry in manifest.variables.items() if entry.part is None)
-    values = read_values(place, VARIABLES, [*whole, *parts])
+    values = read_values(location, VARIABLES, [*whole, *parts])
     for array, divided in parts.items():
         value = values.pop(array)
         if {tuple(part.shape) for part in divided.values()} != {value.shape}:
-            raise damaged(place / VARIABLES, f"{array} has the shape {value.shape}, and another in the manifest")
+            raise damaged(location / VARIABLES, f"{array} has the shape {value.shape}, and another in the manifest")
         values |= {name: part.indices.of(value) for name, part in divided.items()}
-    large = read_values(place, CONSTANTS, manifest.constants)
+    large = read_values(location, CONSTANTS, manifest.constants)
     constants = {name: jnp.asarray(value) for name, value in large.items()}
     for name, entry in manifest.variables.items():
         if (held := str(array_type_of(values[name]))) != entry.type:
-            raise damaged(place / VARIABLES, f"{name} is {held}, and {entry.type} in the manifest")
+            raise damaged(location / VARIABLES, f"{name} is {held}, and {entry.type} in the manifest")
     # `pop` frees each host array as soon as it is copied, so that memory never holds all of them twice.
     variables = {
         name: Variable(values.pop(name), name=prefix + name, trainable=entry.trainable)
@@ -134,19 +134,19 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     return Loaded(manifest, programs, contents, variables, constants)
 
 
-def _check_precision(place: Path, manifest: ExportManifest) -> None:
+def _check_precision(location: Path, manifest: ExportManifest) -> None:
     """Raise ExportError if the export has 64-bit arrays, which JAX would silently make 32-bit ones here."""
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         return
     for name, type in wide_arrays(manifest).items():
         raise ExportError(
-            f"{place} was exported in 64-bit precision, and this process has it off: {name} is {type}",
+            f"{location} was exported in 64-bit precision, and this process has it off: {name} is {type}",
             "call jax.config.update('jax_enable_x64', True) first",
         )
 
 
 def _program(
-    place: Path, name: str, content: bytes, manifest: ExportManifest, read: Callable[[bytes], export.Exported]
+    location: Path, name: str, content: bytes, manifest: ExportManifest, read: Callable[[bytes], export.Exported]
 ) -> export.Exported:
     signature = manifest.signatures[name]
     version = signature.calling_convention_version
@@ -154,7 +154,7 @@ def _program(
     newest = export.maximum_supported_calling_convention_version
     if not oldest <= version <= newest:
         raise ExportError(
-            f"{place} was written by JAX {manifest.jax}, whose programs are called by convention {version}; JAX "
+            f"{location} was written by JAX {manifest.jax}, whose programs are called by convention {version}; JAX "
             f"{jax.__version__} knows {oldest} to {newest}",
             f"{'install a newer JAX' if version > newest else 'export again with a newer JAX'}",
         )
@@ -164,20 +164,20 @@ def _program(
         return _with_order(name, signature.vjp_order, program)
     except RefusedCall as error:
         raise ExportError(
-            f"the program {name!r} of {place} calls {error.target!r}, which is no library routine of JAX and could "
+            f"the program {name!r} of {location} calls {error.target!r}, which is no library routine of JAX and could "
             f"be anything in this process",
             f"if you trust the export, allow the target: "
             f"disabled_checks=[jax.export.DisabledSafetyCheck.custom_call({error.target!r})]",
         ) from error
     except WireError as error:
         if error.__cause__ is None:
-            raise damaged(place / PROGRAMS / name, str(error)) from error
+            raise damaged(location / PROGRAMS / name, str(error)) from error
         raise ExportError(
-            f"JAX {jax.__version__} cannot read the program {name!r} of {place}, which JAX {manifest.jax} wrote",
+            f"JAX {jax.__version__} cannot read the program {name!r} of {location}, which JAX {manifest.jax} wrote",
             f"load it with JAX {manifest.jax}, or export it again; JAX says: {error.__cause__}",
         ) from error
     except ValueError as error:
-        raise damaged(place / PROGRAMS / name, str(error)) from error
+        raise damaged(location / PROGRAMS / name, str(error)) from error
 
 
 def _with_order(name: str, order: int, program: export.Exported) -> export.Exported:
@@ -261,7 +261,7 @@ def _naming_sizes(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
         found = re.search(r"Found inconsistency between (.*?)(?: Using the following|$)", str(error), re.DOTALL)
         if found is None:
             raise
-        found_text = re.sub(r"args\[(\d+)\]", lambda place: positional[int(place[1]) - 2].name, found[1])
+        found_text = re.sub(r"args\[(\d+)\]", lambda index: positional[int(index[1]) - 2].name, found[1])
         found_text = re.sub(r"kwargs\['(\w+)'\]", r"\1", found_text)
         raise SignatureError(
             f"{name} was called with inconsistent sizes: {found_text.rstrip('. ')}",

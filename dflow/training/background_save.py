@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.object_path import Location
 from dflow.tracing.errors import CheckpointError, DeadlineExceeded
 from dflow.tracing.source import caller
 
@@ -15,14 +15,14 @@ LOGGER = logging.getLogger("dflow")
 
 
 class BackgroundSave:
-    """A running or ended save of the checkpoint `place`.
+    """A running or ended save of the checkpoint `location`.
 
     work       writes the checkpoint
     timeout_s  time after which a save that still runs is an error
     """
 
-    def __init__(self, place: Place, work: Callable[[], None], timeout_s: float) -> None:
-        self._place, self._timeout_s = place, timeout_s
+    def __init__(self, location: Location, work: Callable[[], None], timeout_s: float) -> None:
+        self._location, self._timeout_s = location, timeout_s
         self._loc, self._until_s = caller(), time.monotonic() + timeout_s
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -38,7 +38,7 @@ class BackgroundSave:
             work()
         except BaseException as error:
             self._error = error
-            LOGGER.error("%s was not saved: %s", self._place, error)  # the program may never call again
+            LOGGER.error("%s was not saved: %s", self._location, error)  # the program may never call again
         finally:
             self._ended.set()
 
@@ -52,7 +52,7 @@ class BackgroundSave:
         if self.is_running:
             if time.monotonic() > self._until_s:
                 raise DeadlineExceeded(
-                    f"{self._place}: expected the save to end within {self._timeout_s:g} s, and it still runs",
+                    f"{self._location}: expected the save to end within {self._timeout_s:g} s, and it still runs",
                     "see whether the disk or store answers, or give the manager a longer timeout_s",
                     at=self._loc,
                 )
@@ -61,7 +61,7 @@ class BackgroundSave:
         if error is not None:
             fact = (str(error) or type(error).__name__).splitlines()[0]
             raise CheckpointError(
-                f"{self._place}: expected to be saved, got: {fact}",
+                f"{self._location}: expected to be saved, got: {fact}",
                 "training and the older checkpoints are unharmed; remove the cause, and save again",
                 at=self._loc,
             ) from error

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from dflow.lowering.files.array_manifest import MANIFEST, read_manifest
-from dflow.lowering.files.object_path import ObjectPath, Place
+from dflow.lowering.files.object_path import Location, ObjectPath
 from dflow.lowering.files.owned_folder import owned_folder
 from dflow.lowering.files.regular_file import read_regular
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint
@@ -53,13 +53,13 @@ class _Saved(msgspec.Struct, frozen=True):
 class CheckpointFolder:
     """The checkpoints in a folder, and the files beside them."""
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: Location) -> None:
         self.files = owned_folder(path)
         self.path = self.files.path
         #: Whether this process uses the folder, also where the file system has no locks.
         self.is_locked = False
 
-    def place(self, step: int) -> Place:
+    def location(self, step: int) -> Location:
         """Return where the checkpoint of a step is, or will be."""
         return self.path / f"step_{step}"
 
@@ -82,9 +82,9 @@ class CheckpointFolder:
         return found
 
     def _checkpoint(self, step: int) -> Checkpoint:
-        place = self.place(step)
-        path = str(place) if isinstance(place, ObjectPath) else place
-        saved = read_manifest(place).metadata.get("manager")
+        location = self.location(step)
+        path = str(location) if isinstance(location, ObjectPath) else location
+        saved = read_manifest(location).metadata.get("manager")
         try:
             about = msgspec.convert(saved, _Saved)
         except msgspec.ValidationError:  # `dflow.save` wrote it
@@ -115,14 +115,14 @@ class CheckpointFolder:
     def remove(self, step: int) -> None:
         """Remove a checkpoint. Raises CheckpointError when the disk refuses it."""
         with self._refused():
-            self.files.remove(self.place(step).name)
+            self.files.remove(self.location(step).name)
 
-    def set_aside(self, step: int, why: str) -> Place:
+    def set_aside(self, step: int, why: str) -> Location:
         """Free the step of a checkpoint, so that it can be saved again; return where its files are then.
 
         why  a word for its new name, "damaged" or "undone"
         """
-        return self.files.set_aside(self.place(step).name, why)
+        return self.files.set_aside(self.location(step).name, why)
 
     def record(self) -> RunRecord:
         """Return the record of runs; an empty one if there is none, or if it is damaged, with a warning."""

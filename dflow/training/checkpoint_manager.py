@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from dflow.distributed.process.termination import Terminated
-from dflow.lowering.files.object_path import Place
-from dflow.lowering.files.owned_folder import whole_place
+from dflow.lowering.files.object_path import Location
+from dflow.lowering.files.owned_folder import whole_location
 from dflow.tracing.errors import CheckpointError, DflowError
 from dflow.tracing.near_names import did_you_mean, suggests_keywords
 from dflow.training.background_save import BackgroundSave
@@ -31,7 +31,7 @@ from dflow.training.resuming import resume
 from dflow.training.retention import Best, Checkpoint, Retention
 from dflow.training.save_roles import role_of
 from dflow.training.save_schedule import RunRecord, SaveSchedule
-from dflow.training.saving import WriteCheckpoint, captured, given_place
+from dflow.training.saving import WriteCheckpoint, captured, given_location
 
 LOGGER = logging.getLogger("dflow")
 
@@ -74,7 +74,7 @@ class CheckpointManager:
         names: Names | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        self._folder = CheckpointFolder(given_place(folder, "CheckpointManager"))
+        self._folder = CheckpointFolder(given_location(folder, "CheckpointManager"))
         #: Longest time of a save, in s.
         self.timeout_s = timeout_s
         self._named = named_variables(variables, names, "CheckpointManager")
@@ -219,13 +219,15 @@ class CheckpointManager:
         ran_s = self._ran_s + began_s - self._started_s
         metadata = metadata_of(time.time(), self._checked_metrics(metrics), ran_s, extra or {})
         with ExitStack() as stack:
-            channel, what = f"the saves in {self._folder.path}", f"the save of {self._folder.place(number)}"
+            channel, what = f"the saves in {self._folder.path}", f"the save of {self._folder.location(number)}"
             write = stack.enter_context(captured(self._named, what, channel=channel, timeout_s=self.timeout_s))
             self._role.set_next_step(number + 1)
             self._last, self._saved_s = number, began_s
             capture = stack.pop_all()
         self._save = BackgroundSave(
-            self._folder.place(number), lambda: self._write(number, capture, write, metadata, began_s), self.timeout_s
+            self._folder.location(number),
+            lambda: self._write(number, capture, write, metadata, began_s),
+            self.timeout_s,
         )
 
     def _write(
@@ -237,7 +239,7 @@ class CheckpointManager:
         self._complete = step
         if not self._role.is_saver:
             if not any(one >= step for one in self._folder.steps()):  # a later save may have deleted it
-                check_seen(self._folder.place(step))
+                check_seen(self._folder.location(step))
             return
         for one in self._retention.deleted(self._folder.checkpoints()):
             self._folder.remove(one.step)
@@ -245,9 +247,9 @@ class CheckpointManager:
         self._set_record(self._record.saved(now_s - began_s, now_s - self._started_s))
 
     @contextmanager
-    def _opened(self, step: int) -> Iterator[Place]:
+    def _opened(self, step: int) -> Iterator[Location]:
         """Return the context of the folder to write a checkpoint into, which is in place after it."""
-        with whole_place(self._folder.place(step)) as folder:
+        with whole_location(self._folder.location(step)) as folder:
             yield folder
             self._folder.files.renew()
 

@@ -20,8 +20,8 @@ from jax.sharding import Sharding
 from dflow.distributed.collectives.compared_variables import compare_variables
 from dflow.distributed.collectives.group_messages import MAIN
 from dflow.distributed.collectives.process_group import ProcessGroup, current_group
-from dflow.lowering.files.object_path import Place
-from dflow.lowering.files.places import place_of
+from dflow.lowering.files.locations import location_of
+from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.whole_arrays import is_whole_in_each
 from dflow.lowering.local import LocalHome
 from dflow.tracing.errors import (
@@ -39,8 +39,8 @@ MEET_S = 120.0
 _SHARED = "give a folder that all workers see, as on a shared file system"
 #: Saves by the function that it is given, or waits until another process has done so.
 Save = Callable[[Callable[[], None]], None]
-#: Writes this process's arrays into a folder, at the places given by name.
-WriteParts = Callable[[Place, Mapping[str, str]], None]
+#: Writes this process's arrays into a folder, at the paths given by name.
+WriteParts = Callable[[Location, Mapping[str, str]], None]
 
 Restored = TypeVar("Restored")
 
@@ -114,28 +114,28 @@ def channel_of(what: str) -> str:
     return MAIN if threading.current_thread() is threading.main_thread() else what
 
 
-def check_seen(place: Place) -> None:
+def check_seen(location: Location) -> None:
     """Raise CheckpointError if a file or folder that rank 0 has written is not here."""
-    if isinstance(place, Path) and not place.exists():
-        raise CheckpointError(f"{place}: expected what worker:0 has written, got nothing in this process", _SHARED)
+    if isinstance(location, Path) and not location.exists():
+        raise CheckpointError(f"{location}: expected what worker:0 has written, got nothing in this process", _SHARED)
 
 
 def save_together(
     group: ProcessGroup,
     what: str,
     channel: str,
-    opened: AbstractContextManager[Place],
-    make_places: Callable[[Place], Mapping[str, str]],
+    opened: AbstractContextManager[Location],
+    make_paths: Callable[[Location], Mapping[str, str]],
     write_parts: WriteParts,
-    finish: Callable[[Place, Mapping[str, str]], None],
+    finish: Callable[[Location, Mapping[str, str]], None],
     timeout_s: float | None = None,
 ) -> None:
     """Write a checkpoint with the other processes of the group. Returns, on all, when it is complete.
 
     what         description of the save, the same on all processes
     channel      as for `ProcessGroup.exchange`
-    opened       gives the empty folder, which is in place after it; used, as `make_places` and `finish`, on rank 0 only
-    make_places  returns the places of all arrays in the folder
+    opened       gives the empty folder, which is in place after it; used, as `make_paths` and `finish`, on rank 0 only
+    make_paths  returns the paths of all arrays in the folder
     finish       called when all parts are written
     timeout_s    longest wait for the other processes
     raises       CheckpointError on all processes when one of them fails
@@ -146,31 +146,31 @@ def save_together(
         wait_s = MEET_S if timeout_s is None and event == "folder made" else timeout_s
         return [*group.exchange(point, word, channel=channel, timeout_s=wait_s)]
 
-    def write(folder: Place, places: Mapping[str, str]) -> None:
+    def write(folder: Location, paths: Mapping[str, str]) -> None:
         if isinstance(folder, Path) and not folder.is_dir():
             raise CheckpointError(f"{folder.parent} is another folder in this process", _SHARED)
-        write_parts(folder, places)
+        write_parts(folder, paths)
 
-    def written(folder: Place, places: Mapping[str, str]) -> None:
-        error = _error_of(lambda: write(folder, places))
+    def written(folder: Location, paths: Mapping[str, str]) -> None:
+        error = _error_of(lambda: write(folder, paths))
         _check(group, tell("parts written", "" if error is None else _text(error)))
 
     if group.rank > 0:
         word = json.loads(tell("folder made")[0])
         _refuse_failed(group, word.get("kind", ""), word.get("error", ""))
-        written(place_of(word["folder"]), word["places"])
+        written(location_of(word["folder"]), word["places"])
         _check(group, tell("complete")[:1])
         return
     told: list[str] = []
 
     def save() -> None:
         with opened as folder:
-            places = make_places(folder)
+            paths = make_paths(folder)
             told.append("folder made")
-            tell(told[0], json.dumps({"folder": str(folder), "places": dict(places)}))
-            written(folder, places)
+            tell(told[0], json.dumps({"folder": str(folder), "places": dict(paths)}))
+            written(folder, paths)
             told.append("parts written")
-            finish(folder, places)
+            finish(folder, paths)
 
     error = _error_of(save)
     if error is not None and not told:
@@ -208,7 +208,10 @@ def _check(group: ProcessGroup, errors: list[str]) -> None:
 
 
 def restored_together(
-    group: ProcessGroup, place: Place, variables: Sequence[Variable], restore: Callable[[Callable[[], None]], Restored]
+    group: ProcessGroup,
+    location: Location,
+    variables: Sequence[Variable],
+    restore: Callable[[Callable[[], None]], Restored],
 ) -> Restored:
     """Return what `restore` gives, which restores variables from a checkpoint on each process of the group.
 
@@ -217,7 +220,7 @@ def restored_together(
     raises     on all when it fails on one, before any sets a variable: DamagedCheckpoint if it cannot be read, else
                TaskLost or CheckpointError; StrategyError if the values differ, or other processes do something else
     """
-    channel, found = channel_of(what := f"dflow.restore({str(place)!r})"), list[Restored]()
+    channel, found = channel_of(what := f"dflow.restore({str(location)!r})"), list[Restored]()
     ahead = ["values read", "values set"]
 
     def meet(error: Exception | None = None) -> None:
@@ -265,7 +268,7 @@ def _check_read(group: ProcessGroup, words: Sequence[str], own: Exception | None
     raise _KINDS[kind](text, "remove the cause, and try again")
 
 
-def agreed_steps(group: ProcessGroup, folder: Place, steps: Sequence[int]) -> list[int]:
+def agreed_steps(group: ProcessGroup, folder: Location, steps: Sequence[int]) -> list[int]:
     """Return the steps whose checkpoints the process of rank 0 sees. Raises CheckpointError if another one does not."""
     seen = list(map(json.loads, group.exchange(f"the checkpoints in {folder}", json.dumps([*steps]))))
     for name, there in zip(group.names, seen, strict=True):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflow.lowering.files.array_manifest import damaged
-from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays, open_arrays
 from dflow.lowering.state_backend import StateBackend
 from dflow.lowering.values.conversion import can_convert
@@ -28,7 +28,7 @@ from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.source import at, caller
 from dflow.training.group_saving import group_of, restored_together
 from dflow.training.named_arrays import NamedArray, Names, arrays_by_backend, named_variables, variables_of
-from dflow.training.saving import given_place
+from dflow.training.saving import given_location
 
 #: Most attempts of a restore; each retry is because the checkpoint was replaced during the read.
 _ATTEMPTS = 5
@@ -117,18 +117,18 @@ def restore(
     given: Any = ignore
     if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
         raise CheckpointError(f"restore was given ignore={ignore!r}", f"give it some of {list(DIFFERENCES)}")
-    place = given_place(path, "restore")
+    location = given_location(path, "restore")
     named = named_variables(variables, names, "restore")
 
     def work(before_set: Callable[[], None]) -> RestoreReport:
-        return restore_named(place, named, ignore if strict else DIFFERENCES, casts=cast, before_set=before_set)
+        return restore_named(location, named, ignore if strict else DIFFERENCES, casts=cast, before_set=before_set)
 
     group = group_of(variables_of(named))
-    return work(lambda: None) if group is None else restored_together(group, place, [*variables_of(named)], work)
+    return work(lambda: None) if group is None else restored_together(group, location, [*variables_of(named)], work)
 
 
 def restore_named(
-    place: Place,
+    location: Location,
     named: Mapping[str, NamedArray],
     ignore: Collection[str] = (),
     of: Callable[[StateBackend], bool] = lambda backend: True,
@@ -141,7 +141,7 @@ def restore_named(
     before_set  called when all values are read, before the first is set
     """
     for _ in range(_ATTEMPTS):
-        files = open_arrays(place)
+        files = open_arrays(location)
         named = {_stored(name, files.types): entry for name, entry in named.items()}
         report = _compared(files, named, casts)
         if refused := report.refused(ignore):
@@ -154,7 +154,7 @@ def restore_named(
                     variable.hooks.restored()
             return report
     raise CheckpointError(
-        f"{place} was replaced {_ATTEMPTS} times while it was read",
+        f"{location} was replaced {_ATTEMPTS} times while it was read",
         "save less often to one path, or to a new path each time",
     )
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.object_path import Location
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
 from dflow.training.checkpoint_folder import CheckpointFolder
@@ -34,8 +34,8 @@ def resume(folder: CheckpointFolder, named: Mapping[str, NamedArray], role: Alon
 def _set_undone_aside(folder: CheckpointFolder, first: int) -> None:
     """Free the steps from `first` on: the tasks have returned to a snapshot, and the run comes to them again."""
     undone = [step for step in folder.steps() if step >= first]
-    places = [folder.set_aside(step, "undone") for step in undone]
-    if kept := [place for step, place in zip(undone, places, strict=True) if place == folder.place(step)]:
+    paths = [folder.set_aside(step, "undone") for step in undone]
+    if kept := [location for step, location in zip(undone, paths, strict=True) if location == folder.location(step)]:
         raise CheckpointError(
             f"{kept[0]}: expected to rename it, since its step is done again, got a refusal", "move it elsewhere"
         )
@@ -45,7 +45,7 @@ def _set_undone_aside(folder: CheckpointFolder, first: int) -> None:
             "%s. Checkpoints of later steps, which are done again, are set aside: %s",
             *(folder.path, first),
             f"step {first - 1} is the last one saved before it" if first else "no step was saved before it",
-            ", ".join(str(place).removeprefix(f"{folder.path}/") for place in places),
+            ", ".join(str(location).removeprefix(f"{folder.path}/") for location in paths),
         )
 
 
@@ -56,9 +56,9 @@ def _restore_own(folder: CheckpointFolder, named: Mapping[str, NamedArray], role
     """
     own = [name for name, entry in named.items() if cast(StateBackend, entry.variables[0].home).is_local]
     for step in reversed([step for step in folder.steps() if step < first] if own else []):
-        if not (fact := _restore(folder.place(step), named, role, lambda home: home.is_local)):
+        if not (fact := _restore(folder.location(step), named, role, lambda home: home.is_local)):
             return
-        LOGGER.warning("%s is damaged: %s", folder.place(step), fact)
+        LOGGER.warning("%s is damaged: %s", folder.location(step), fact)
     if own and first:
         LOGGER.warning(
             "%s: variables of this process have their initial values, since no checkpoint is before step %d: %s",
@@ -71,7 +71,7 @@ def _restore_newest(folder: CheckpointFolder, named: Mapping[str, NamedArray], r
     damaged: dict[int, str] = {}
     for step in reversed(role.steps_to_restore(folder.path, folder.steps())):
         # A process that is no saver restores its own variables: those on tasks are restored by the saver.
-        if fact := _restore(folder.place(step), named, role, lambda home: home.is_local or role.is_saver):
+        if fact := _restore(folder.location(step), named, role, lambda home: home.is_local or role.is_saver):
             damaged[step] = fact
             continue
         if not role.is_saver:
@@ -81,7 +81,7 @@ def _restore_newest(folder: CheckpointFolder, named: Mapping[str, NamedArray], r
                 "step_%d is damaged, and step_%d is restored: %s; it stays as %s",
                 *(other, step, fact, folder.set_aside(other, "damaged")),
             )
-        LOGGER.info("%s is restored", folder.place(step))
+        LOGGER.info("%s is restored", folder.location(step))
         return step + 1
     if damaged:
         raise DamagedCheckpoint(
@@ -91,14 +91,16 @@ def _restore_newest(folder: CheckpointFolder, named: Mapping[str, NamedArray], r
     return 0
 
 
-def _restore(place: Place, named: Mapping[str, NamedArray], role: Alone, of: Callable[[StateBackend], bool]) -> str:
+def _restore(
+    location: Location, named: Mapping[str, NamedArray], role: Alone, of: Callable[[StateBackend], bool]
+) -> str:
     """Restore the variables of the backends that are `of` it; return why it cannot be read, empty if it is restored."""
 
     def restore(before_set: Callable[[], None]) -> None:
-        restore_named(place, named, of=of, before_set=before_set)
+        restore_named(location, named, of=of, before_set=before_set)
 
     try:
-        role.restore(place, named, restore)
+        role.restore(location, named, restore)
     except (DamagedCheckpoint, NoCheckpoint) as error:
         return str(error).splitlines()[0]
     return ""

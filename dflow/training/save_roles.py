@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from dflow.distributed.collectives.process_group import ProcessGroup, current_group
 from dflow.distributed.snapshots.resumption import PROGRESS
-from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.object_path import Location
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError, DeadlineExceeded
 from dflow.tracing.state.resources import Variable
@@ -49,12 +49,12 @@ class Alone:
         """Return the next step, for a process that is no saver. `restored` restores its variables and returns it."""
         return restored()
 
-    def steps_to_restore(self, folder: Place, steps: Sequence[int]) -> Sequence[int]:
+    def steps_to_restore(self, folder: Location, steps: Sequence[int]) -> Sequence[int]:
         """Return the steps whose checkpoints may be restored, of those that this process sees in the folder."""
         return steps
 
     def restore(
-        self, place: Place, named: Mapping[str, NamedArray], restore: Callable[[Callable[[], None]], None]
+        self, location: Location, named: Mapping[str, NamedArray], restore: Callable[[Callable[[], None]], None]
     ) -> None:
         """Restore by `restore`, on all processes or on none. It calls its argument before it sets a variable."""
         restore(lambda: None)
@@ -71,7 +71,7 @@ class OnTasks(Alone):
 
     is_shared = True
 
-    def __init__(self, near: Variable, folder: Place, *, is_saver: bool) -> None:
+    def __init__(self, near: Variable, folder: Location, *, is_saver: bool) -> None:
         self._folder, self.is_saver = folder, is_saver
         # In an empty context: the user's scopes and containers are for the user's variables.
         self._next: Variable = contextvars.Context().run(
@@ -106,18 +106,18 @@ class InGroup(Alone):
     def __init__(self, group: ProcessGroup, *, is_together: bool) -> None:
         self._group, self.is_saver, self.is_together = group, group.rank == 0, is_together
 
-    def steps_to_restore(self, folder: Place, steps: Sequence[int]) -> Sequence[int]:
+    def steps_to_restore(self, folder: Location, steps: Sequence[int]) -> Sequence[int]:
         """Return the steps that rank 0 sees. Raises CheckpointError if another process does not see them."""
         return agreed_steps(self._group, folder, steps)
 
     def restore(
-        self, place: Place, named: Mapping[str, NamedArray], restore: Callable[[Callable[[], None]], None]
+        self, location: Location, named: Mapping[str, NamedArray], restore: Callable[[Callable[[], None]], None]
     ) -> None:
         """Restore on all processes, which compare the values, or on none."""
-        restored_together(self._group, place, [*variables_of(named)], restore)
+        restored_together(self._group, location, [*variables_of(named)], restore)
 
 
-def role_of(named: Mapping[str, NamedArray], folder: Place, every: Any) -> Alone:
+def role_of(named: Mapping[str, NamedArray], folder: Location, every: Any) -> Alone:
     """Return the role of this process. Raises CheckpointError unless processes that save together do so by steps."""
     homes = by_backend({name: entry.variables[0] for name, entry in named.items()})
     is_together = group_of(variables_of(named)) is not None

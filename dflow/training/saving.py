@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.lowering.files.array_files import make_places, write_manifest
-from dflow.lowering.files.object_path import ObjectPath, Place
+from dflow.lowering.files.array_files import make_paths, write_manifest
+from dflow.lowering.files.locations import location_of
+from dflow.lowering.files.object_path import Location, ObjectPath
 from dflow.lowering.files.orbax_layout import SUFFIX as ORBAX_SUFFIX
 from dflow.lowering.files.orbax_layout import check_types
-from dflow.lowering.files.owned_folder import whole_place
-from dflow.lowering.files.places import place_of
+from dflow.lowering.files.owned_folder import whole_location
 from dflow.lowering.files.safetensors_file import SUFFIX, write_safetensors
 from dflow.lowering.files.whole_arrays import whole_here
 from dflow.lowering.state_backend import indices_of
@@ -41,8 +41,8 @@ from dflow.training.group_saving import (
 )
 from dflow.training.named_arrays import NamedArray, Names, arrays_by_backend, named_variables, variables_of
 
-#: Writes captured values and the manifest, with further metadata, into the empty folder of a context, as `whole_place`.
-WriteCheckpoint = Callable[[AbstractContextManager[Place], Mapping[str, Any]], None]
+#: Writes captured values and the manifest, with further metadata, into the empty folder of a `whole_location`.
+WriteCheckpoint = Callable[[AbstractContextManager[Location], Mapping[str, Any]], None]
 
 
 @suggests_keywords
@@ -85,26 +85,26 @@ def save(
     variables have the same name, if one has neither a name nor a key in its path, if `variables` contains anything else
     than the objects above, for `metadata` of another kind of path, or if writing fails.
     """
-    place = given_place(path, "save")
-    _check_metadata(place, metadata)
+    location = given_location(path, "save")
+    _check_metadata(location, metadata)
     named = named_variables(variables, names, "save")
-    what = f"dflow.save({str(place)!r})"
-    if isinstance(place, Path) and place.name.endswith(SUFFIX):
+    what = f"dflow.save({str(location)!r})"
+    if isinstance(location, Path) and location.name.endswith(SUFFIX):
         refuse_parts(variables_of(named))
 
         def write_file() -> None:
-            write_safetensors(place, _values(named), _generators(named), texts=metadata, overwrite=overwrite)
+            write_safetensors(location, _values(named), _generators(named), texts=metadata, overwrite=overwrite)
 
         with saved_once(group_of(variables_of(named)), what) as save_by:
             save_by(write_file)
     else:
-        is_tree = place.name.endswith(ORBAX_SUFFIX)
+        is_tree = location.name.endswith(ORBAX_SUFFIX)
         if is_tree:
             check_types({name: entry.type for name, entry in named.items()})
         with captured(named, what, is_tree=is_tree) as write:
-            write(whole_place(place, overwrite=overwrite), {})
+            write(whole_location(location, overwrite=overwrite), {})
     if group_of(variables_of(named)) is not None:
-        check_seen(place)
+        check_seen(location)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def captured(
     """Take the values at one moment; the context gives a function that writes them and the manifest into a folder.
 
     Steps may run meanwhile. The function and the exit may be on another thread; it also takes further metadata.
-    `what` describes the save, and `is_tree` is as for `make_places`. `timeout_s` is the longest wait for other
+    `what` describes the save, and `is_tree` is as for `make_paths`. `timeout_s` is the longest wait for other
     processes of a group, and `channel` as for `save_together`, by default that of the thread.
     """
     types = {name: entry.type.strong for name, entry in named.items()}
@@ -132,24 +132,24 @@ def captured(
         save_by = stack.enter_context(saved_once(None if is_together else group, what, timeout_s))
         parts = [stack.enter_context(backend.capturing(here)) for backend, here in arrays_by_backend(mine).items()]
 
-        def make(folder: Place) -> dict[str, str]:
-            return make_places(folder, types, is_tree=is_tree)
+        def make(folder: Location) -> dict[str, str]:
+            return make_paths(folder, types, is_tree=is_tree)
 
-        def write_all(folder: Place, places: Mapping[str, str]) -> None:
+        def write_all(folder: Location, paths: Mapping[str, str]) -> None:
             for write_part in parts:
-                write_part(folder, places)
+                write_part(folder, paths)
 
-        def write(opened: AbstractContextManager[Place], metadata: Mapping[str, Any]) -> None:
+        def write(opened: AbstractContextManager[Location], metadata: Mapping[str, Any]) -> None:
             reach("save")
 
-            def finish(folder: Place, places: Mapping[str, str]) -> None:
-                write_manifest(folder, types, places, {**_generators(named), **metadata})
+            def finish(folder: Location, paths: Mapping[str, str]) -> None:
+                write_manifest(folder, types, paths, {**_generators(named), **metadata})
 
             def write_alone() -> None:
                 with opened as folder:
-                    places = make(folder)
-                    write_all(folder, places)
-                    finish(folder, places)
+                    paths = make(folder)
+                    write_all(folder, paths)
+                    finish(folder, paths)
 
             if group is not None and is_together:
                 save_together(group, what, channel or channel_of(what), opened, make, write_all, finish, timeout_s)
@@ -183,10 +183,10 @@ def _generators(named: Mapping[str, NamedArray]) -> dict[str, dict[str, str]]:
     return {"generators": {name: entry.impl for name, entry in named.items() if entry.impl}}
 
 
-def _check_metadata(place: Place, given: Mapping[str, str] | None) -> None:
+def _check_metadata(location: Location, given: Mapping[str, str] | None) -> None:
     if given is None:
         return
-    if not place.name.endswith(SUFFIX):
+    if not location.name.endswith(SUFFIX):
         raise CheckpointError(
             f"save: metadata: expected None for a path without {SUFFIX}, got {given!r}",
             "leave it out, or keep it in a file beside the checkpoint",
@@ -198,18 +198,19 @@ def _check_metadata(place: Place, given: Mapping[str, str] | None) -> None:
         )
 
 
-def given_place(path: str | os.PathLike[str], task: str) -> Place:
-    """Return the place of a path or URL. Raises CheckpointError for another type, or a URL that is not supported."""
+def given_location(path: str | os.PathLike[str], task: str) -> Location:
+    """Return the location of a path or URL. Raises CheckpointError for another type, or a URL that is not supported."""
     given: Any = path
     if not isinstance(given, str | bytes | os.PathLike):
         raise CheckpointError(
             f"{task} was given a {type(given).__name__} as its path",
             f"give the path first, and then the variables: dflow.{task}(path, variables)",
         )
-    place = place_of(os.fsdecode(path))
-    if isinstance(place, ObjectPath) and place.name.endswith((SUFFIX, ORBAX_SUFFIX)):
+    location = location_of(os.fsdecode(path))
+    if isinstance(location, ObjectPath) and location.name.endswith((SUFFIX, ORBAX_SUFFIX)):
         raise CheckpointError(
-            f"{place}: expected the URL of a folder that dflow writes, got one that ends in {SUFFIX} or {ORBAX_SUFFIX}",
+            f"{location}: expected the URL of a folder that dflow writes, got one that ends in {SUFFIX} or "
+            f"{ORBAX_SUFFIX}",
             "use a local path, and copy the file or folder",
         )
-    return place
+    return location

@@ -48,7 +48,7 @@ from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
-from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
@@ -153,18 +153,16 @@ class ClusterHome(ClusterResources):
         """Have all tasks keep the values of one moment between two steps; the function given has them write these."""
         capture, by_task = (self._requests.task, next(CAPTURE_NUMBERS)), _by_task(variables)
 
-        def write(folder: Place, places: Mapping[str, str]) -> None:
+        def write(folder: Location, paths: Mapping[str, str]) -> None:
             divided = {
-                name: DividedVariable(name, places[name], first.part.whole, tuple(map(_part_on_task, held)))
+                name: DividedVariable(name, paths[name], first.part.whole, tuple(map(_part_on_task, held)))
                 for name, held in variables.items()
                 if (first := held[0]).part is not None and len(held) > 1
             }
             messages = {}
             for task, held in by_task.items():
                 saved = (
-                    SavedVariable(one.key, name, places[name])
-                    for name, [one, *_] in held.items()
-                    if name not in divided
+                    SavedVariable(one.key, name, paths[name]) for name, [one, *_] in held.items() if name not in divided
                 )
                 parts = (divided[name] for name in held if name in divided)
                 messages[task] = SaveVariables(*capture, str(folder), tuple(saved), tuple(parts))

@@ -21,10 +21,10 @@ def run_folder(environment: Mapping[str, str]) -> Path:
 
 def write_whole_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Write the file. A reader sees all of it or the older file, even while several processes write it."""
-    place = Path(path)
-    part = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
+    location = Path(path)
+    part = location.with_name(f".{location.name}.{secrets.token_hex(8)}.part")
     try:
         part.write_bytes(data)
-        part.replace(place)
+        part.replace(location)
     finally:
         part.unlink(missing_ok=True)

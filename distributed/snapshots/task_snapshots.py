@@ -168,11 +168,11 @@ class TaskSnapshots(TaskPart):
         self._tell(StateCaptured(self._task, number, names))
         reach("write", self._task)
         with self._disk_lock:
-            place = self._part(number)
+            location = self._part(number)
             # Those of abandoned snapshots or of an earlier cluster; not a later one, if this thread was overtaken.
             self._remove(lambda other: other != committed and not number < other <= self._newest)
             self._newest = max(self._newest, number)
-            with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
+            with whole_folder(location, marker=MANIFEST, overwrite=True) as part:
                 metadata = msgspec.to_builtins(rest, str_keys=True)
                 return fill_with_changes(part, {**values, **contents}, self._part_if_whole(committed), metadata)
 

@@ -9,12 +9,12 @@ from dflow.distributed.wire.messages.message import Message, Request
 from dflow.tracing.rows.slices import AxisSlice
 
 
-class SavedVariable(msgspec.Struct, frozen=True):
-    """A variable to write: its `key`, the `name` of its array, and its `place`, a path within the folder."""
+class SavedVariable(msgspec.Struct, frozen=True, rename={"path": "place"}):
+    """A variable to write: its `key`, the `name` of its array, and its `path` within the folder."""
 
     key: str
     name: str
-    place: str
+    path: str
 
 
 class VariablePart(msgspec.Struct, frozen=True):
@@ -25,11 +25,11 @@ class VariablePart(msgspec.Struct, frozen=True):
     indices: AxisSlice
 
 
-class DividedVariable(msgspec.Struct, frozen=True):
-    """An array of a `shape` to write, whose `parts` variables have; `name` and `place` as in `SavedVariable`."""
+class DividedVariable(msgspec.Struct, frozen=True, rename={"path": "place"}):
+    """An array of a `shape` to write, whose `parts` variables have; `name` and `path` as in `SavedVariable`."""
 
     name: str
-    place: str
+    path: str
     shape: tuple[int, ...]
     parts: tuple[VariablePart, ...]
 

@@ -39,9 +39,9 @@ from dflow.lowering.files.array_files import piece, write_parts
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
 from dflow.lowering.files.divided_array import Bounds, DividedArray
+from dflow.lowering.files.locations import location_of
 from dflow.lowering.files.object_folder import is_attempt, is_begun
 from dflow.lowering.files.object_path import ObjectPath
-from dflow.lowering.files.places import place_of
 from dflow.lowering.files.saved_arrays import open_arrays
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, TaskLost
@@ -127,14 +127,14 @@ class TaskCheckpoints(TaskPart):
 
         Raises CheckpointError, and TaskLost if the values are not captured.
         """
-        folder = place_of(message.folder)
-        places = {one.name: one.place for one in message.variables}
-        places |= {one.name: one.place for one in message.divided}
+        folder = location_of(message.folder)
+        paths = {one.name: one.path for one in message.variables}
+        paths |= {one.name: one.path for one in message.divided}
         if isinstance(folder, ObjectPath):
             is_named = is_attempt(folder.name)
         else:
             is_named = folder.is_absolute() and is_of_an_attempt(folder.name)
-        if not (is_named and all(map(is_inside, places.values()))):
+        if not (is_named and all(map(is_inside, paths.values()))):
             raise CheckpointError(f"{self._name} writes only into a folder that dflow.save has begun, not {folder}")
         if not (is_begun(folder) if isinstance(folder, ObjectPath) else folder.is_dir()):
             raise CheckpointError(
@@ -145,10 +145,10 @@ class TaskCheckpoints(TaskPart):
         values = self._values_of(message)
         arrays: dict[str, Any] = {one.name: values[one.key] for one in message.variables}
         arrays |= {one.name: self._divided(message, one) for one in message.divided}
-        write_parts(folder, arrays, places)
+        write_parts(folder, arrays, paths)
         if not isinstance(folder, ObjectPath):
-            for place in places.values():
-                flush(folder / place)
+            for path in paths.values():
+                flush(folder / path)
 
     def _values_of(self, message: SaveVariables | ReadPiece) -> dict[str, jax.Array]:
         with self._lock:

@@ -49,33 +49,33 @@ class VariableCreation(TaskPart):
         ends = itertools.accumulate(variable.arrays for variable in message.variables)
         missing: list[int] = []
         failures: dict[int, Failure] = {}
-        for place, (variable, end) in enumerate(zip(message.variables, ends, strict=True)):
+        for index, (variable, end) in enumerate(zip(message.variables, ends, strict=True)):
             values = arrays[end - variable.arrays : end]
             try:
                 self._task.refuse_for_another_process(variable.name, variable.process)
                 if not values and not variable.calls and variable.name not in self._store:
-                    missing.append(place)
+                    missing.append(index)
                 else:
                     self._create(variable, partial(self._first_value, variable, values, programs))
             except Exception as error:
-                failures[place] = failure_of(error)
+                failures[index] = failure_of(error)
         return VariablesCreated(tuple(missing), failures)
 
     def _create(self, variable: CreateVariable, make: Callable[[], Any]) -> None:
         dtype = parse_key_dtype(variable.dtype) if variable.dtype in KEYS else parse_dtype(variable.dtype)
-        place = self._place(variable)
+        sharding = self._sharding(variable)
         self._store.create(
             variable.name,
             ArrayType(dtype, variable.shape),
-            make if place is None else lambda: jax.device_put(unshared(make()), place),
+            make if sharding is None else lambda: jax.device_put(unshared(make()), sharding),
         )
 
-    def _place(self, variable: CreateVariable) -> Sharding | None:
+    def _sharding(self, variable: CreateVariable) -> Sharding | None:
         if variable.layout is not None:
             return on_devices(variable.layout, variable.name)
-        place = self._store.place(variable.near) if variable.near in self._store else None
-        is_alike = is_spread(place) and self._store.table.buffer(variable.near).shape == variable.shape
-        return place if is_alike else None
+        sharding = self._store.sharding(variable.near) if variable.near in self._store else None
+        is_alike = is_spread(sharding) and self._store.table.buffer(variable.near).shape == variable.shape
+        return sharding if is_alike else None
 
     def _first_value(
         self, variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[Callable[[], Program]]

@@ -29,8 +29,8 @@ import numpy.typing as npt
 from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, ArrayManifest, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
 from dflow.lowering.files.divided_array import Bounds, DividedArray
-from dflow.lowering.files.object_path import LONGEST_S, ObjectPath, Place, first_line, no_answer, says_nothing
-from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_places
+from dflow.lowering.files.object_path import LONGEST_S, Location, ObjectPath, first_line, no_answer, says_nothing
+from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_paths
 from dflow.lowering.files.regular_file import reading_remedy, refuse_links, remedy_of
 from dflow.lowering.files.whole_arrays import bounds_of, each_once, is_whole_here, placed, spread
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
@@ -53,28 +53,28 @@ _PART_LENGTH = 200
 Transfer = TypeVar("Transfer")
 
 
-def fill_folder(folder: Place, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+def fill_folder(folder: Location, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
     """Write arrays and their manifest into an empty folder, which the caller then puts in place."""
-    places = make_places(folder, arrays)
-    write_manifest(folder, write_parts(folder, arrays, places), places, metadata or {})
+    paths = make_paths(folder, arrays)
+    write_manifest(folder, write_parts(folder, arrays, paths), paths, metadata or {})
 
 
-def make_places(folder: Place, names: Iterable[str], *, is_tree: bool = False) -> dict[str, str]:
+def make_paths(folder: Location, names: Iterable[str], *, is_tree: bool = False) -> dict[str, str]:
     """Prepare an empty folder for arrays of these names; return their paths within it, for `write_parts`.
 
     `is_tree` is whether the folder has Orbax's tree layout. Raises CheckpointError for names that it cannot have.
     """
-    places = tree_places(names) if is_tree else _places(names)
-    groups = sorted({parent for place in places.values() for parent in PurePosixPath(place).parents})
+    paths = tree_paths(names) if is_tree else _paths(names)
+    groups = sorted({parent for path in paths.values() for parent in PurePosixPath(path).parents})
     if isinstance(folder, Path):
         for group in groups:
             (folder / group).mkdir(exist_ok=True)
     for group in groups:
         _write(folder / group / "zarr.json", _GROUP)
-    return places
+    return paths
 
 
-def write_parts(folder: Place, arrays: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, ArrayType]:
+def write_parts(folder: Location, arrays: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, ArrayType]:
     """Write some of the arrays of a prepared folder and return their types.
 
     Several processes may do this concurrently: each writes its chunks of a `DividedArray`, and its parts of an array
@@ -84,24 +84,24 @@ def write_parts(folder: Place, arrays: Mapping[str, Any], places: Mapping[str, s
     parts = {
         name: array if isinstance(array, DividedArray) else _Stored.of(name, array) for name, array in arrays.items()
     }
-    _write_pieces(folder, parts, places)
+    _write_pieces(folder, parts, paths)
     return {name: part.type for name, part in parts.items()}
 
 
 def write_manifest(
-    folder: Place, types: Mapping[str, ArrayType], places: Mapping[str, str], metadata: Mapping[str, Any]
+    folder: Location, types: Mapping[str, ArrayType], paths: Mapping[str, str], metadata: Mapping[str, Any]
 ) -> None:
     """Write the manifest of a folder, after all its arrays."""
-    _write(folder / METADATA, orbax_metadata(types, places))
-    entries = {name: ArrayEntry(places[name], str(type)) for name, type in types.items()}
+    _write(folder / METADATA, orbax_metadata(types, paths))
+    entries = {name: ArrayEntry(paths[name], str(type)) for name, type in types.items()}
     _write_text(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata))
 
 
-def _write(path: Place, content: Any) -> None:
+def _write(path: Location, content: Any) -> None:
     _write_text(path, json.dumps(content, sort_keys=True))
 
 
-def _write_text(path: Place, text: str) -> None:
+def _write_text(path: Location, text: str) -> None:
     if isinstance(path, ObjectPath):
         path.write(text.encode())
     else:
@@ -112,7 +112,7 @@ def _write_text(path: Place, text: str) -> None:
 class ArrayFiles(ArrayManifest):
     """A written folder of arrays: its manifest, and methods that read the arrays."""
 
-    path: Place
+    path: Location
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
@@ -218,14 +218,16 @@ def read_arrays(path: str | os.PathLike[str] | ObjectPath) -> ArrayFiles:
     Raises NoCheckpoint if there is nothing, or a folder without a manifest; DamagedCheckpoint if the manifest is
     damaged; CheckpointError if it was written by a newer dflow.
     """
-    place = path if isinstance(path, ObjectPath) else present(path)
+    location = path if isinstance(path, ObjectPath) else present(path)
     try:
-        manifest = read_manifest(place)
+        manifest = read_manifest(location)
     except (FileNotFoundError, NotADirectoryError):
-        if isinstance(place, ObjectPath) or not place.exists():
-            raise NoCheckpoint(f"there is no checkpoint {place}", _neighbours(place)) from None
-        raise NoCheckpoint(f"{place} is no checkpoint of dflow: it holds no {MANIFEST}", _neighbours(place)) from None
-    return ArrayFiles(**vars(manifest), path=place)
+        if isinstance(location, ObjectPath) or not location.exists():
+            raise NoCheckpoint(f"there is no checkpoint {location}", _neighbours(location)) from None
+        raise NoCheckpoint(
+            f"{location} is no checkpoint of dflow: it holds no {MANIFEST}", _neighbours(location)
+        ) from None
+    return ArrayFiles(**vars(manifest), path=location)
 
 
 def _in_flight(started: Iterable[tuple[int, Transfer]]) -> Iterator[Transfer]:
@@ -242,25 +244,25 @@ def _in_flight(started: Iterable[tuple[int, Transfer]]) -> Iterator[Transfer]:
         yield waiting.popleft()[1]
 
 
-def _longest_s(place: Place) -> float | None:
+def _longest_s(location: Location) -> float | None:
     """Return the longest wait for a part of an array, in s; a disk may take as long as it likes."""
-    return LONGEST_S if isinstance(place, ObjectPath) else None
+    return LONGEST_S if isinstance(location, ObjectPath) else None
 
 
-def _neighbours(place: Place) -> str:
-    if below := _folders_in(place):
+def _neighbours(location: Location) -> str:
+    if below := _folders_in(location):
         return f"in it there are: {', '.join(below[:20])}; give the path of one of them"
-    if isinstance(place, ObjectPath):
+    if isinstance(location, ObjectPath):
         return "correct the URL, or save there first"
-    return f"in {place.parent} there are: {', '.join(_folders_in(place.parent)[:20]) or 'none'}"
+    return f"in {location.parent} there are: {', '.join(_folders_in(location.parent)[:20]) or 'none'}"
 
 
-def _folders_in(place: Place) -> list[str]:
+def _folders_in(location: Location) -> list[str]:
     """Return the names of the checkpoints in a folder, sorted."""
-    if isinstance(place, ObjectPath):
-        return [name.partition("/")[0] for name in place.names() if name.partition("/")[2] == MANIFEST]
+    if isinstance(location, ObjectPath):
+        return [name.partition("/")[0] for name in location.names() if name.partition("/")[2] == MANIFEST]
     try:
-        entries = [entry for entry in place.iterdir() if not is_of_an_attempt(entry.name)]
+        entries = [entry for entry in location.iterdir() if not is_of_an_attempt(entry.name)]
         marks = (MANIFEST, METADATA)
         return sorted(entry.name for entry in entries if any((entry / mark).is_file() for mark in marks))
     except OSError:
@@ -352,7 +354,7 @@ def _restored(type: ArrayType, data: Any) -> Any:
     return data if data.dtype == type.dtype else data.view(type.dtype)
 
 
-def _write_pieces(folder: Place, parts: Mapping[str, _Stored | DividedArray], places: Mapping[str, str]) -> None:
+def _write_pieces(folder: Location, parts: Mapping[str, _Stored | DividedArray], paths: Mapping[str, str]) -> None:
     opening: dict[str, Any] = {}
     writing: deque[Any] = deque()
 
@@ -366,7 +368,7 @@ def _write_pieces(folder: Place, parts: Mapping[str, _Stored | DividedArray], pl
         for name, part in parts.items():
             if isinstance(part, _Stored) and part.is_all_elsewhere:
                 continue
-            opening[name] = _create(folder, name, places[name], part)
+            opening[name] = _create(folder, name, paths[name], part)
         for name, written in _in_flight(started()):
             with _unless_refused(name, folder):
                 written.result(timeout=_longest_s(folder))
@@ -380,21 +382,21 @@ def _write_pieces(folder: Place, parts: Mapping[str, _Stored | DividedArray], pl
                 future.exception()
 
 
-def _create(folder: Place, name: str, place: str, part: _Stored | DividedArray) -> Any:
+def _create(folder: Location, name: str, path: str, part: _Stored | DividedArray) -> Any:
     dtype, shape = stored_type(part.type)
     flushed = dtype.itemsize * math.prod(shape) >= _FLUSHED_BYTES
     with _unless_refused(name, folder):
-        return create_array(folder / place, dtype, shape, part.chunk_shape(), flushed=flushed, is_shared=part.is_shared)
+        return create_array(folder / path, dtype, shape, part.chunk_shape(), flushed=flushed, is_shared=part.is_shared)
 
 
-def _started(name: str, opening: Any, index: Any, data: Any, folder: Place) -> Any:
+def _started(name: str, opening: Any, index: Any, data: Any, folder: Location) -> Any:
     with _unless_refused(name, folder):
         store = opening.result(timeout=_longest_s(folder))
         return store[index].write(data, can_reference_source_data_indefinitely=True)
 
 
 @contextmanager
-def _unless_refused(name: str, folder: Place) -> Iterator[None]:
+def _unless_refused(name: str, folder: Location) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
@@ -404,7 +406,7 @@ def _unless_refused(name: str, folder: Place) -> Iterator[None]:
         ) from error
 
 
-def _places(names: Iterable[str]) -> dict[str, str]:
+def _paths(names: Iterable[str]) -> dict[str, str]:
     """Return the path of each array within the folder: its name, if that is safe, else a coded path.
 
     A name is safe if it is a path of plain parts, is no parent of another name's path, and differs from every other

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.regular_file import read_regular, reading_remedy, remedy_of
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, parse_type
@@ -70,7 +70,7 @@ def manifest_text(id: str, arrays: Mapping[str, ArrayEntry], metadata: Mapping[s
     return json.dumps({"crc32": _checksum(content), "content": content}, sort_keys=True)
 
 
-def read_manifest(folder: Place) -> ArrayManifest:
+def read_manifest(folder: Location) -> ArrayManifest:
     """Return the manifest of the folder.
 
     Raises CheckpointError if it is malformed, was written by a newer dflow, or cannot be opened; FileNotFoundError or
@@ -90,7 +90,7 @@ def read_manifest(folder: Place) -> ArrayManifest:
     return ArrayManifest(content.id, types, paths, content.metadata)
 
 
-def damaged(folder: Place, what: str, remedy: str = _REMEDY) -> DamagedCheckpoint:
+def damaged(folder: Location, what: str, remedy: str = _REMEDY) -> DamagedCheckpoint:
     """Return the error for a manifest that is damaged as `what` says."""
     return DamagedCheckpoint(f"the manifest {folder / MANIFEST} is damaged: {what[:300]}", remedy)
 
@@ -99,7 +99,7 @@ def _checksum(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _content(folder: Place, whole: Any) -> _Content:
+def _content(folder: Location, whole: Any) -> _Content:
     """Check and return the content. Raises ValueError for another form, CheckpointError for a newer version."""
     if not isinstance(whole, dict) or not {"content", "crc32"} <= whole.keys():
         raise ValueError("it has no content and checksum")

@@ -32,7 +32,7 @@ Part = TypeVar("Part")
 #: Number of tries to put a folder in place when another process puts one there meanwhile.
 _ATTEMPTS = 10
 
-#: How the names of an attempt end, and the pattern of the names, to be formatted with the name of the place.
+#: How the names of an attempt end, and the pattern of the names, to be formatted with the name of the location.
 _KINDS = ("lock", "writing", "replaced", "ended")
 _ATTEMPT_NAME = rf"\.{{}}\.([0-9a-f]{{{{16}}}})\.(?:{'|'.join(_KINDS)})"
 
@@ -46,35 +46,35 @@ _EXCHANGE = 2
 
 
 class _Attempt:
-    """The names beside `place` that belong to one attempt to write it.
+    """The names beside `location` that belong to one attempt to write it.
 
     staging  the folder being written; after an exchange, the old folder
     aside    the old folder, on systems that cannot exchange names
     ended    the folder about to be removed
     """
 
-    def __init__(self, place: Path, token: str) -> None:
-        self.place = place
+    def __init__(self, location: Path, token: str) -> None:
+        self.location = location
         self.lock, self.staging, self.aside, self.ended = (
-            place.with_name(f".{place.name}.{token}.{kind}") for kind in _KINDS
+            location.with_name(f".{location.name}.{token}.{kind}") for kind in _KINDS
         )
 
     @staticmethod
-    def all_of(place: Path) -> list[_Attempt]:
-        """Return the attempts that have files or folders beside `place`, whether running or ended."""
-        name = re.compile(_ATTEMPT_NAME.format(re.escape(place.name)))
+    def all_of(location: Path) -> list[_Attempt]:
+        """Return the attempts that have files or folders beside `location`, whether running or ended."""
+        name = re.compile(_ATTEMPT_NAME.format(re.escape(location.name)))
         with suppress(FileNotFoundError, NotADirectoryError):
-            tokens = {found[1] for entry in os.listdir(place.parent) if (found := name.fullmatch(entry))}
-            return [_Attempt(place, token) for token in sorted(tokens)]
+            tokens = {found[1] for entry in os.listdir(location.parent) if (found := name.fullmatch(entry))}
+            return [_Attempt(location, token) for token in sorted(tokens)]
         return []
 
     def settle(self, lock: OwnerLock | None) -> None:
         """Put the old folder back if nothing is in place, remove the rest, and release the lock."""
         is_settled = False
         try:
-            if not self.place.exists():
+            if not self.location.exists():
                 with suppress(OSError):
-                    os.rename(self.aside, self.place)
+                    os.rename(self.aside, self.location)
             _remove(self.ended)
             for left in (self.staging, self.aside):
                 with suppress(OSError):
@@ -95,40 +95,40 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
     overwrite  whether an existing folder may be replaced
     raises     CheckpointExists when `path` exists and may not be replaced, CheckpointError when the disk refuses it
     """
-    place = Path(os.path.realpath(path))
-    with refused_by_the_disk(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(place)
-        _check_free(place, marker, overwrite)
-        with _attempt(place) as attempt:
+    location = Path(os.path.realpath(path))
+    with refused_by_the_disk(location):
+        location.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(location)
+        _check_free(location, marker, overwrite)
+        with _attempt(location) as attempt:
             os.mkdir(attempt.staging)
             yield attempt.staging
             flush(attempt.staging)
             if not (attempt.staging / marker).is_file():
                 raise CheckpointError(
-                    f"{place} cannot be written: {attempt.staging} was emptied while it was written",
+                    f"{location} cannot be written: {attempt.staging} was emptied while it was written",
                     "what was there before is as it was; see what else removes files there, and save again",
                 )
             _put_in_place(attempt, overwrite)
 
 
 @contextmanager
-def refused_by_the_disk(place: Path) -> Iterator[None]:
-    """Raise CheckpointError, with the reason, where the disk refuses to write at `place`."""
+def refused_by_the_disk(location: Path) -> Iterator[None]:
+    """Raise CheckpointError, with the reason, where the disk refuses to write at `location`."""
     try:
         yield
     except DflowError:  # subclasses may be OSErrors too
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{place} cannot be written: {_reason(place, error)}",
+            f"{location} cannot be written: {_reason(location, error)}",
             "what was there before is as it was; save where there is room and leave to write",
         ) from error
 
 
-def _reason(place: Path, error: OSError) -> str:
-    """Return the reason why the disk refuses a folder at `place`."""
-    folder = next(parent for parent in place.parents if parent.exists())
+def _reason(location: Path, error: OSError) -> str:
+    """Return the reason why the disk refuses a folder at `location`."""
+    folder = next(parent for parent in location.parents if parent.exists())
     if not folder.is_dir():
         return f"{folder} is no folder"
     if error.errno == errno.ENOENT and error.filename and Path(os.fsdecode(error.filename)).parent == folder:
@@ -137,10 +137,10 @@ def _reason(place: Path, error: OSError) -> str:
 
 
 @contextmanager
-def _attempt(place: Path) -> Iterator[_Attempt]:
+def _attempt(location: Path) -> Iterator[_Attempt]:
     """Yield the names of a new attempt, and remove the files and folders under them when the block ends."""
     while True:
-        attempt = _Attempt(place, secrets.token_hex(8))
+        attempt = _Attempt(location, secrets.token_hex(8))
         with suppress(FileExistsError):
             lock = OwnerLock.make(attempt.lock)
             break
@@ -155,16 +155,16 @@ def remove_whole_folder(path: str | os.PathLike[str]) -> None:
 
     Raises OSError when the disk refuses the rename.
     """
-    place = Path(os.path.realpath(path))
-    with _attempt(place) as attempt, suppress(FileNotFoundError):
-        os.rename(place, attempt.ended)
+    location = Path(os.path.realpath(path))
+    with _attempt(location) as attempt, suppress(FileNotFoundError):
+        os.rename(location, attempt.ended)
 
 
 def tidy_all(folder: Path) -> None:
     """Put back, or remove, everything in `folder` that was left by processes that ended while they wrote or removed."""
     name = re.compile(_ATTEMPT_NAME.format("(.+)"))
-    for place in sorted({found[1] for entry in os.listdir(folder) if (found := name.fullmatch(entry))}):
-        _tidy(folder / place)
+    for location in sorted({found[1] for entry in os.listdir(folder) if (found := name.fullmatch(entry))}):
+        _tidy(folder / location)
 
 
 def is_of_an_attempt(name: str) -> bool:
@@ -174,56 +174,57 @@ def is_of_an_attempt(name: str) -> bool:
 
 def present(path: str | os.PathLike[str]) -> Path:
     """Return where the folder `path` is: in its place, or renamed by a process that ended while it replaced it."""
-    place = Path(os.path.realpath(path))
-    if place.exists():
-        return place
-    asides = [attempt.aside for attempt in _Attempt.all_of(place) if attempt.aside.exists()]
-    return max(asides, key=lambda aside: aside.stat().st_mtime_ns, default=place)
+    location = Path(os.path.realpath(path))
+    if location.exists():
+        return location
+    asides = [attempt.aside for attempt in _Attempt.all_of(location) if attempt.aside.exists()]
+    return max(asides, key=lambda aside: aside.stat().st_mtime_ns, default=location)
 
 
-def _check_free(place: Path, marker: str, overwrite: bool) -> None:
-    if not place.exists():
+def _check_free(location: Path, marker: str, overwrite: bool) -> None:
+    if not location.exists():
         return
     if not overwrite:
-        raise CheckpointExists(f"{place} exists", "save to another path, or give overwrite=True")
-    if not (place / marker).is_file() and not (place.is_dir() and not any(place.iterdir())):
+        raise CheckpointExists(f"{location} exists", "save to another path, or give overwrite=True")
+    if not (location / marker).is_file() and not (location.is_dir() and not any(location.iterdir())):
         raise CheckpointExists(
-            f"{place} exists and holds no {marker}, so it is not what may be overwritten",
+            f"{location} exists and holds no {marker}, so it is not what may be overwritten",
             "save to another path, or remove it yourself",
         )
 
 
 def _put_in_place(attempt: _Attempt, overwrite: bool) -> None:
-    """Rename the staging folder to its place, with retries if other processes put folders there meanwhile."""
+    """Rename the staging folder to its location, with retries if other processes put folders there meanwhile."""
     for left in reversed(range(_ATTEMPTS)):
         try:
-            if overwrite and attempt.place.exists():
+            if overwrite and attempt.location.exists():
                 _replace(attempt)
             else:
-                os.rename(attempt.staging, attempt.place)
+                os.rename(attempt.staging, attempt.location)
             break
         except OSError as error:
-            if not overwrite and attempt.place.exists():
+            if not overwrite and attempt.location.exists():
                 raise CheckpointExists(
-                    f"{attempt.place} was made while this was written", "save to another path, or give overwrite=True"
+                    f"{attempt.location} was made while this was written",
+                    "save to another path, or give overwrite=True",
                 ) from error
             if not left or error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
                 raise
-    _sync(attempt.place.parent)
+    _sync(attempt.location.parent)
 
 
 def _replace(attempt: _Attempt) -> None:
-    if not _exchange(attempt.staging, attempt.place):
+    if not _exchange(attempt.staging, attempt.location):
         _remove(attempt.aside)  # it is older than the folder in place
-        os.rename(attempt.place, attempt.aside)
-        os.rename(attempt.staging, attempt.place)
+        os.rename(attempt.location, attempt.aside)
+        os.rename(attempt.staging, attempt.location)
         # A folder of this name is never put back.
         os.rename(attempt.aside, attempt.ended)
 
 
-def _tidy(place: Path) -> None:
+def _tidy(location: Path) -> None:
     """Put back, or remove, the folders left by processes that ended while they wrote."""
-    for attempt in _Attempt.all_of(place):
+    for attempt in _Attempt.all_of(location):
         if (lock := OwnerLock.take_over(attempt.lock)) is not None:
             attempt.settle(lock)
 

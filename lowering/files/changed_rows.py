@@ -25,12 +25,12 @@ import numpy.typing as npt
 
 from dflow.lowering.files.array_files import (
     ArrayFiles,
-    make_places,
+    make_paths,
     read_arrays,
     write_manifest,
     write_parts,
 )
-from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.whole_arrays import spread
 from dflow.lowering.files.zarr import check_array, open_array, stored_type
 from dflow.tracing.errors import DamagedCheckpoint
@@ -150,7 +150,7 @@ def _merged_type(files: ArrayFiles, name: str, change: _Change) -> ArrayType:
     return older
 
 
-def _damaged(path: Place, name: str, what: str) -> DamagedCheckpoint:
+def _damaged(path: Location, name: str, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"array {name!r} in {path} is damaged: {what[:300]}", "take an older checkpoint")
 
 
@@ -165,20 +165,20 @@ def fill_with_changes(
     apart = {name: _Change.of(name) for name, value in arrays.items() if older is not None and _is_large(value)}
     # A variable may have the name of a part of another one. Then that one is written whole.
     apart = {name: change for name, change in apart.items() if arrays.keys().isdisjoint(change.names)}
-    places = make_places(folder, [*arrays, *(part for change in apart.values() for part in change.names)])
+    paths = make_paths(folder, [*arrays, *(part for change in apart.values() for part in change.names)])
     written, linked, changes = dict(arrays), dict[str, ArrayType](), dict[str, _Change]()
     for name, change in apart.items():
         assert older is not None
         type = array_type_of(arrays[name]).strong
-        found = _changes_since(older, name, type, folder / places[change.older], arrays[name])
+        found = _changes_since(older, name, type, folder / paths[change.older], arrays[name])
         if found is not None:
             del written[name]
             indices, rows, bytes_since = found
             written |= {change.indices: indices, change.rows: rows}
             linked[change.older], changes[name] = type, _Change.of(name, bytes_since)
-    types = write_parts(folder, written, places)
+    types = write_parts(folder, written, paths)
     table = {_CHANGES: msgspec.to_builtins(changes)} if changes else {}
-    write_manifest(folder, {**types, **linked}, places, {**metadata, **table})
+    write_manifest(folder, {**types, **linked}, paths, {**metadata, **table})
     written_bytes = sum(type.size_bytes for type in types.values())
     changed_bytes = sum(types[part].size_bytes for change in changes.values() for part in change.names[1:])
     return WrittenBytes(written_bytes, written_bytes - changed_bytes + sum(type.size_bytes for type in linked.values()))
@@ -191,19 +191,19 @@ def _is_large(value: Any) -> bool:
 
 
 def _changes_since(
-    older: ChangedArrays, name: str, type: ArrayType, place: Path, value: Any
+    older: ChangedArrays, name: str, type: ArrayType, location: Path, value: Any
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any], int] | None:
-    """Link the older version to `place` and return the indices and values of the rows that changed since.
+    """Link the older version to `location` and return the indices and values of the rows that changed since.
 
-    The third result is the number of bytes of all changes since. None, and nothing at `place`, if the array is to be
+    The third result is the number of bytes of all changes since. None, and nothing at `location`, if the array is to be
     written whole.
     """
     if (version := older.version_of(name, type)) is None:
         return None
     try:
         # First the link: the new folder's own bytes are compared.
-        _link(version[0], place)
-        found = _changed_rows(place, type, np.asarray(value))
+        _link(version[0], location)
+        found = _changed_rows(location, type, np.asarray(value))
     except (OSError, ValueError) as error:
         LOGGER.warning("%s is written whole: its older version in %s cannot be used: %s", name, older.path, error)
         found = None
@@ -212,15 +212,15 @@ def _changes_since(
         bytes_since = version[1] + indices.nbytes + rows.nbytes
         if bytes_since <= type.size_bytes:
             return indices, rows, bytes_since
-    shutil.rmtree(place, ignore_errors=True)  # what is left is in no manifest
+    shutil.rmtree(location, ignore_errors=True)  # what is left is in no manifest
     return None
 
 
-def _link(older: Path, place: Path) -> None:
+def _link(older: Path, location: Path) -> None:
     """Make a folder of hard links to the files of an array."""
-    place.mkdir()
+    location.mkdir()
     for file in older.iterdir():
-        os.link(file, place / file.name)
+        os.link(file, location / file.name)
 
 
 def _changed_rows(

@@ -7,7 +7,7 @@
 Each attempt writes under a random name, and is put in place by one conditional write: that of the manifest, with the
 paths of the attempt's arrays. `.attempt` has the attempt's state, and is removed once the manifest is written.
 
-The next attempt at a place removes what earlier ones left there. It cannot know whether their processes still run.
+The next attempt at a location removes what earlier ones left there. It cannot know whether their processes still run.
 Invariant: it removes an attempt only after it has changed the state from "writing" to "removed" by a conditional
 write, and an attempt writes its manifest only after it has changed the state from "writing" to "committing" by another.
 So an attempt that was removed while it ran fails, and no manifest names arrays that were removed. An attempt whose
@@ -33,32 +33,32 @@ _ATTEMPTS = 10
 
 
 @contextmanager
-def whole_objects(place: ObjectPath, *, overwrite: bool = False) -> Iterator[ObjectPath]:
-    """Yield a folder to write arrays and their manifest into, which are at `place` when the block ends.
+def whole_objects(location: ObjectPath, *, overwrite: bool = False) -> Iterator[ObjectPath]:
+    """Yield a folder to write arrays and their manifest into, which are at `location` when the block ends.
 
     If the block fails, they are removed.
 
-    overwrite  whether a checkpoint at `place` may be replaced
-    raises     CheckpointExists if something is at `place` that may not be replaced; CheckpointError if the store
+    overwrite  whether a checkpoint at `location` may be replaced
+    raises     CheckpointExists if something is at `location` that may not be replaced; CheckpointError if the store
                refuses a request, or another process removed the attempt
     """
     # The manifest first: this request tells soon whether the store answers at all.
-    if (place / MANIFEST).read().content is not None and not overwrite:
-        raise CheckpointExists(f"{place} exists", "save to another URL, or give overwrite=True")
-    names = tidy(place)
+    if (location / MANIFEST).read().content is not None and not overwrite:
+        raise CheckpointExists(f"{location} exists", "save to another URL, or give overwrite=True")
+    names = tidy(location)
     if names and MANIFEST not in names:
         raise CheckpointExists(
-            f"{place} exists and holds no {MANIFEST}, so it is not what may be overwritten",
+            f"{location} exists and holds no {MANIFEST}, so it is not what may be overwritten",
             "save to another URL, or remove it yourself",
         )
-    staging = place / f"~{secrets.token_hex(8)}"
+    staging = location / f"~{secrets.token_hex(8)}"
     state = (staging / _STATE).write(_WRITING)
     try:
         yield staging
         text = _manifest_at(staging)
         if text is None or (staging / _STATE).replace(state, _COMMITTING) is None:
             raise CheckpointError(
-                f"{place} cannot be written: what was written there was removed before it was complete",
+                f"{location} cannot be written: what was written there was removed before it was complete",
                 "what was there before is as it was; let one process at a time save there, and save again",
             )
     except BaseException:
@@ -69,48 +69,48 @@ def whole_objects(place: ObjectPath, *, overwrite: bool = False) -> Iterator[Obj
     replaced = _put_in_place(staging, text, overwrite)
     staging.remove([_STATE])
     if replaced is not None:
-        _remove_replaced(place, replaced)
+        _remove_replaced(location, replaced)
 
 
-def remove_whole_objects(place: ObjectPath) -> None:
-    """Remove the checkpoint at `place`, if there is one: first its manifest, and then its arrays."""
-    manifest = (place / MANIFEST).read().content
+def remove_whole_objects(location: ObjectPath) -> None:
+    """Remove the checkpoint at `location`, if there is one: first its manifest, and then its arrays."""
+    manifest = (location / MANIFEST).read().content
     if manifest is not None:
-        place.remove([MANIFEST])
-        _remove_replaced(place, manifest)
+        location.remove([MANIFEST])
+        _remove_replaced(location, manifest)
 
 
-def set_objects_aside(place: ObjectPath) -> ObjectPath:
-    """Remove the manifest at `place` alone; return the folder of the files, which no later save or removal deletes.
+def set_objects_aside(location: ObjectPath) -> ObjectPath:
+    """Remove the manifest at `location` alone; return the folder of the files, which no later save or removal deletes.
 
-    That is `place` itself, unchanged, if dflow did not write them there.
+    That is `location` itself, unchanged, if dflow did not write them there.
     """
-    attempts = _attempts(place.names())
-    complete = [place / name for name in attempts if (place / name / _STATE).read().content is None]
+    attempts = _attempts(location.names())
+    complete = [location / name for name in attempts if (location / name / _STATE).read().content is None]
     for attempt in complete:
         (attempt / _STATE).write(_ASIDE)
     if complete:
-        place.remove([MANIFEST])
-    return complete[0] if complete else place
+        location.remove([MANIFEST])
+    return complete[0] if complete else location
 
 
-def tidy(place: ObjectPath) -> list[str]:
+def tidy(location: ObjectPath) -> list[str]:
     """Remove the files of attempts that were not put in place, and those of checkpoints that were replaced.
 
-    Return the paths of the other objects at `place`.
+    Return the paths of the other objects at `location`.
     """
-    names = place.names()
-    states = {attempt: (place / attempt / _STATE).read() for attempt in _attempts(names)}
+    names = location.names()
+    states = {attempt: (location / attempt / _STATE).read() for attempt in _attempts(names)}
     # Read after the states: an attempt without a state was put in place before, or is left of one that was replaced.
-    named = _named(place) if states else set()
+    named = _named(location) if states else set()
     for attempt, state in states.items():
         is_in_place = named is None or attempt in named
         if state.content == _WRITING:
-            _remove_attempt(place / attempt, state)
+            _remove_attempt(location / attempt, state)
         elif state.content == _COMMITTING and is_in_place:
-            (place / attempt).remove([_STATE])
+            (location / attempt).remove([_STATE])
         elif state.content == _REMOVED or (state.content is None and not is_in_place):
-            (place / attempt).remove((place / attempt).names())
+            (location / attempt).remove((location / attempt).names())
     return [name for name in names if name.partition("/")[0] not in states]
 
 
@@ -124,10 +124,10 @@ def is_begun(folder: ObjectPath) -> bool:
     return (folder / _STATE).read().content == _WRITING
 
 
-def _named(place: ObjectPath) -> set[str] | None:
-    """Return the first parts of the paths of the arrays at `place`; None for a damaged manifest, which may name any."""
+def _named(location: ObjectPath) -> set[str] | None:
+    """Return the first parts of the arrays' paths at `location`; None for a damaged manifest, which may name any."""
     try:
-        return {path.partition("/")[0] for path in read_manifest(place).paths.values()}
+        return {path.partition("/")[0] for path in read_manifest(location).paths.values()}
     except FileNotFoundError:
         return set()
     except CheckpointError:
@@ -148,18 +148,18 @@ def _manifest_at(staging: ObjectPath) -> bytes | None:
 
 def _put_in_place(staging: ObjectPath, text: bytes, overwrite: bool) -> bytes | None:
     """Write the manifest beside `staging`; return the one that it replaces, if any."""
-    place = staging.parent
+    location = staging.parent
     failure = CheckpointError(
-        f"{place} cannot be written: other processes replaced it {_ATTEMPTS} times meanwhile",
+        f"{location} cannot be written: other processes replaced it {_ATTEMPTS} times meanwhile",
         "let one process at a time save there, and save again",
     )
     for _ in range(_ATTEMPTS):
-        seen = (place / MANIFEST).read()
+        seen = (location / MANIFEST).read()
         if seen.content is not None and not overwrite:
             remedy = "save to another URL, or give overwrite=True"
-            failure = CheckpointExists(f"{place} was made while this was written", remedy)
+            failure = CheckpointExists(f"{location} was made while this was written", remedy)
             break
-        if (place / MANIFEST).replace(seen, text) is not None:
+        if (location / MANIFEST).replace(seen, text) is not None:
             return seen.content
     staging.remove(staging.names())  # its manifest is certainly not in place
     raise failure
@@ -171,11 +171,11 @@ def _remove_attempt(attempt: ObjectPath, state: StoredObject) -> None:
         attempt.remove(attempt.names())
 
 
-def _remove_replaced(place: ObjectPath, manifest: bytes) -> None:
+def _remove_replaced(location: ObjectPath, manifest: bytes) -> None:
     """Remove what a manifest that is no longer in place named, and files beside it, but no other attempts."""
-    names = place.names()
+    names = location.names()
     others = {name for name in _attempts(names) if name.encode() not in manifest}
-    place.remove(name for name in names if name != MANIFEST and name.partition("/")[0] not in others)
+    location.remove(name for name in names if name != MANIFEST and name.partition("/")[0] not in others)
 
 
 def _attempts(names: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A place in an object store, named by a URL: an object, or the folder that a prefix of keys is taken for.
+"""A location in an object store, named by a URL: an object, or the folder that a prefix of keys is taken for.
 
 TensorStore reads and writes it. Invariants: no call waits without a deadline; a write that returns is durable; a
 conditional write takes place only if the object is as it was seen. Keys are the text of the URL, as in the tools of
@@ -56,7 +56,7 @@ class StoredObject(NamedTuple):
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """The place `url`: scheme, bucket and key without a slash at the end. Its methods raise CheckpointError."""
+    """The location `url`: scheme, bucket and key without a slash at the end. Its methods raise CheckpointError."""
 
     url: str
 
@@ -74,7 +74,7 @@ class ObjectPath:
 
     @property
     def parent(self) -> ObjectPath:
-        """The folder that the place is in."""
+        """The folder that the location is in."""
         return ObjectPath(self.url.rpartition("/")[0])
 
     def kvstore(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class ObjectPath:
 
 
 #: Where files are: in a local folder, or in an object store.
-Place = Path | ObjectPath
+Location = Path | ObjectPath
 
 
 def says_nothing(error: Exception) -> bool:
@@ -157,15 +157,15 @@ def says_nothing(error: Exception) -> bool:
     return isinstance(error, TimeoutError) or _NO_ANSWER.match(str(error)) is not None
 
 
-def no_answer(place: ObjectPath, error: Exception) -> CheckpointError:
-    """Return the error for a place whose store refuses a request or does not answer."""
+def no_answer(location: ObjectPath, error: Exception) -> CheckpointError:
+    """Return the error for a location whose store refuses a request or does not answer."""
     reason = first_line(error)
     remedy = "see whether this machine reaches the store, and try again"
     if re.match("PERMISSION_DENIED|UNAUTHENTICATED", reason):
         remedy = "give this process credentials that may read, write and list there"
     elif "NOT_FOUND" in reason or "bucket name" in reason:
         remedy = "make the bucket, or correct the URL"
-    return CheckpointError(f"{place}: expected an object store that carries out a request, got: {reason}", remedy)
+    return CheckpointError(f"{location}: expected an object store that carries out a request, got: {reason}", remedy)
 
 
 def first_line(error: Exception) -> str:

@@ -35,9 +35,9 @@ from dflow.tracing.path_names import path_name
 _MOST = 300
 
 
-def is_orbax(place: Path) -> bool:
+def is_orbax(location: Path) -> bool:
     """Return whether a folder was written by Orbax: it is marked as such, and dflow's own files are not in it."""
-    return (place / METADATA).is_file() and not any((place / name).exists() for name in (MANIFEST, "zarr.json"))
+    return (location / METADATA).is_file() and not any((location / name).exists() for name in (MANIFEST, "zarr.json"))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class OrbaxCheckpoint:
         return number
 
 
-def read_orbax(place: Path) -> OrbaxCheckpoint:
+def read_orbax(location: Path) -> OrbaxCheckpoint:
     """Open a checkpoint of Orbax.
 
     Raises DamagedCheckpoint if Orbax cannot read its metadata; CheckpointError without the library, or if something in
@@ -121,30 +121,30 @@ def read_orbax(place: Path) -> OrbaxCheckpoint:
         import orbax.checkpoint as ocp
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"{place} is a checkpoint of Orbax: expected the package orbax-checkpoint, got: {error}",
+            f"{location} is a checkpoint of Orbax: expected the package orbax-checkpoint, got: {error}",
             "pip install 'dflow[orbax]'",
         ) from error
     try:
-        refuse_links_within(place)
-        id = _id(place)
+        refuse_links_within(location)
+        id = _id(location)
         with closing(ocp.PyTreeCheckpointHandler()) as reader:
-            tree = reader.metadata(place).tree
+            tree = reader.metadata(location).tree
     except Exception as error:  # the library raises errors of many classes
         raise DamagedCheckpoint(
-            f"{place}: expected a checkpoint of Orbax, got: {_fact(error)}", remedy_of(error, "take another copy")
+            f"{location}: expected a checkpoint of Orbax, got: {_fact(error)}", remedy_of(error, "take another copy")
         ) from error
     named = _by_name(tree)
     if strange := [name for name, _ in named if not is_inside(name)]:
         raise DamagedCheckpoint(
-            f"{place}: expected arrays inside the folder, got the name {strange[0]!r}", "take another copy"
+            f"{location}: expected arrays inside the folder, got the name {strange[0]!r}", "take another copy"
         )
     for name, count in Counter(name for name, _ in named).items():
         if count > 1:
             raise CheckpointError(
-                f"{place}: expected one array of the name {name!r}, got {count}",
+                f"{location}: expected one array of the name {name!r}, got {count}",
                 "write the checkpoint with keys that contain no '/'",
             )
-    return OrbaxCheckpoint(place, id, {name: _type(place, name, leaf) for name, leaf in named}, {}, tree)
+    return OrbaxCheckpoint(location, id, {name: _type(location, name, leaf) for name, leaf in named}, {}, tree)
 
 
 def _fact(error: Exception) -> str:
@@ -155,7 +155,7 @@ def _by_name(tree: Any) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def _type(place: Path, name: str, leaf: Any) -> ArrayType:
+def _type(location: Path, name: str, leaf: Any) -> ArrayType:
     """Return the type of an array from Orbax's metadata of it."""
     from orbax.checkpoint.metadata import ScalarMetadata
 
@@ -163,12 +163,12 @@ def _type(place: Path, name: str, leaf: Any) -> ArrayType:
         dtype, shape = np.dtype(leaf.dtype), tuple(leaf.shape)
     except (AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"{place}: expected arrays and numbers, got a {type(leaf).__name__} at {name!r}",
+            f"{location}: expected arrays and numbers, got a {type(leaf).__name__} at {name!r}",
             "write the checkpoint without it",
         ) from error
     return ArrayType(jax.dtypes.canonicalize_dtype(dtype) if isinstance(leaf, ScalarMetadata) else dtype, shape)
 
 
-def _id(place: Path) -> str:
-    file = place / METADATA
+def _id(location: Path) -> str:
+    file = location / METADATA
     return f"{file.stat().st_mtime_ns}-{zlib.crc32(file.read_bytes())}"

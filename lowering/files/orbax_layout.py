@@ -31,25 +31,25 @@ _KEY = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9_. -]*[A-Za-z0-9_-])?")
 _LONGEST = 255
 
 
-def tree_places(names: Iterable[str]) -> dict[str, str]:
+def tree_paths(names: Iterable[str]) -> dict[str, str]:
     """Return the path of each array in the tree layout. Raises CheckpointError for names that have none."""
-    places: dict[str, str] = {}
+    paths: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in names:
-        place = name.replace("/", ".")
-        if not all(map(_KEY.fullmatch, name.split("/"))) or place in RESERVED or len(place) > _LONGEST:
+        path = name.replace("/", ".")
+        if not all(map(_KEY.fullmatch, name.split("/"))) or path in RESERVED or len(path) > _LONGEST:
             raise CheckpointError(
                 f"array {name!r}: expected keys of letters, digits, '_', '-', '.' and inner spaces, joined by '/', of "
                 f"{_LONGEST} characters in all, got another name",
                 "give it another name by names=, or save to a path that does not end in '.orbax'",
             )
-        if (other := taken.setdefault(place.casefold(), name)) != name:
+        if (other := taken.setdefault(path.casefold(), name)) != name:
             raise CheckpointError(
                 f"arrays {other!r} and {name!r}: expected names that differ by more than dots, slashes and case",
                 "give one of them another name by names=, or save to a path that does not end in '.orbax'",
             )
-        places[name] = place
-    return places
+        paths[name] = path
+    return paths
 
 
 def _keys(name: str, names: Container[str]) -> list[str]:
@@ -70,9 +70,9 @@ def check_types(types: Mapping[str, ArrayType]) -> None:
             )
 
 
-def orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -> dict[str, Any]:
+def orbax_metadata(types: Mapping[str, ArrayType], paths: Mapping[str, str]) -> dict[str, Any]:
     """Return the content of `_METADATA` for arrays at these paths, in either layout."""
-    keys = {name: _keys(name, places) if place == name.replace("/", ".") else [place] for name, place in places.items()}
+    keys = {name: _keys(name, paths) if path == name.replace("/", ".") else [path] for name, path in paths.items()}
     return {
         "tree_metadata": {
             str(tuple(keys[name])): {

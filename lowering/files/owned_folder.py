@@ -15,7 +15,7 @@ from dflow.lowering.files.array_manifest import MANIFEST
 from dflow.lowering.files.atomic_directory import remove_whole_folder, tidy_all, whole_folder
 from dflow.lowering.files.lease import Lease, LeaseHeldError
 from dflow.lowering.files.object_folder import remove_whole_objects, set_objects_aside, tidy, whole_objects
-from dflow.lowering.files.object_path import ObjectPath, Place
+from dflow.lowering.files.object_path import Location, ObjectPath
 from dflow.lowering.files.owner_lock import OwnerLock
 from dflow.tracing.errors import CheckpointError
 
@@ -28,7 +28,7 @@ class OwnedFolder(Protocol):
     """The operations. They raise CheckpointError if a store refuses a request, and OSError if the disk does."""
 
     @property
-    def path(self) -> Place:
+    def path(self) -> Location:
         """Where it is."""
 
     def own(self, owner: str) -> str | None:
@@ -52,8 +52,8 @@ class OwnedFolder(Protocol):
     def remove(self, name: str) -> None:
         """Remove a whole folder."""
 
-    def set_aside(self, name: str, why: str) -> Place:
-        """Free the name of a whole folder; return where the folder is then, its old place if this cannot be done.
+    def set_aside(self, name: str, why: str) -> Location:
+        """Free the name of a whole folder; return where the folder is then, its old location if this cannot be done.
 
         why  a word that a disk adds to the name
         """
@@ -62,16 +62,16 @@ class OwnedFolder(Protocol):
         """Replace a small file."""
 
 
-def owned_folder(path: Place) -> OwnedFolder:
+def owned_folder(path: Location) -> OwnedFolder:
     """Return the folder; `own` makes this process its owner."""
     return _InStore(path) if isinstance(path, ObjectPath) else _OnDisk(Path(os.path.realpath(path)))
 
 
-def whole_place(place: Place, *, overwrite: bool = False) -> AbstractContextManager[Place]:
+def whole_location(location: Location, *, overwrite: bool = False) -> AbstractContextManager[Location]:
     """Yield a folder to write arrays into, as `whole_folder` or `whole_objects` does."""
-    if isinstance(place, ObjectPath):
-        return whole_objects(place, overwrite=overwrite)
-    return whole_folder(place, marker=MANIFEST, overwrite=overwrite)
+    if isinstance(location, ObjectPath):
+        return whole_objects(location, overwrite=overwrite)
+    return whole_folder(location, marker=MANIFEST, overwrite=overwrite)
 
 
 class _OnDisk:
@@ -115,25 +115,25 @@ class _OnDisk:
             return []
 
     def remove(self, name: str) -> None:
-        place = self.path / name
-        if place.is_symlink():  # the folder that it leads to is another's
-            place.unlink()
+        location = self.path / name
+        if location.is_symlink():  # the folder that it leads to is another's
+            location.unlink()
         else:
-            remove_whole_folder(place)
+            remove_whole_folder(location)
 
     def set_aside(self, name: str, why: str) -> Path:
-        place = self.path / name
-        names = [place.with_name(f"{name}.{why}{number}") for number in ("", *range(2, 100))]
-        aside = next((one for one in names if not os.path.lexists(one)), place)
+        location = self.path / name
+        names = [location.with_name(f"{name}.{why}{number}") for number in ("", *range(2, 100))]
+        aside = next((one for one in names if not os.path.lexists(one)), location)
         with suppress(OSError):
-            os.rename(place, aside)
+            os.rename(location, aside)
             return aside
-        return place
+        return location
 
     def write(self, name: str, content: bytes) -> None:
-        place = self.path / name
-        place.with_suffix(".new").write_bytes(content)
-        os.replace(place.with_suffix(".new"), place)
+        location = self.path / name
+        location.with_suffix(".new").write_bytes(content)
+        os.replace(location.with_suffix(".new"), location)
 
 
 class _InStore:

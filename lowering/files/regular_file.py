@@ -13,7 +13,7 @@ import re
 import stat
 from pathlib import Path
 
-from dflow.lowering.files.object_path import ObjectPath, Place
+from dflow.lowering.files.object_path import Location, ObjectPath
 
 #: Remedies of errors that do not concern a file's content but the process, its rights or the file system.
 _REMEDIES = {
@@ -56,10 +56,10 @@ def remedy_of(error: BaseException, usual: str) -> str:
 
 def refuse_links(folder: Path, path: str) -> None:
     """Raise LinkError if a part of a relative path, from `folder` on, is a link."""
-    place = folder
+    location = folder
     for part in path.split("/"):
-        place = place / part
-        _refuse_link(place)
+        location = location / part
+        _refuse_link(location)
 
 
 def refuse_links_within(folder: Path) -> None:
@@ -75,7 +75,7 @@ def regular_size(path: Path) -> int:
     return _regular(path, os.stat(path))
 
 
-def read_regular(path: Place, most_bytes: int) -> bytes:
+def read_regular(path: Location, most_bytes: int) -> bytes:
     """Return the content of a regular file or object.
 
     Raises OSError for any other file, and for one of more than `most_bytes`; CheckpointError if a store does not
@@ -106,5 +106,5 @@ def _is_cached(path: Path) -> bool:
     """Whether a link is one of Hugging Face's cache: `X/snapshots/...` that leads to a file `X/blobs/...`."""
     blobs, _ = os.path.split(os.path.realpath(path))
     model, name = os.path.split(blobs)
-    place = os.path.join(os.path.realpath(path.parent), "")
-    return name == "blobs" and os.path.isfile(path) and place.startswith(os.path.join(model, "snapshots", ""))
+    location = os.path.join(os.path.realpath(path.parent), "")
+    return name == "blobs" and os.path.isfile(path) and location.startswith(os.path.join(model, "snapshots", ""))

@@ -95,32 +95,32 @@ def damaged(path: Path, what: str) -> DamagedCheckpoint:
 
 def read_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
     """Open a file. Raises NoCheckpoint if there is none, DamagedCheckpoint if it is malformed or a link."""
-    place = Path(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    location = Path(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     try:
-        size = regular_size(place)
-        with open(place, "rb") as file:
+        size = regular_size(location)
+        with open(location, "rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             first = file.read(min(start, 1 << 20))
             changed_ns = os.fstat(file.fileno()).st_mtime_ns
-        with safe_open(place, "np") as content:
+        with safe_open(location, "np") as content:
             entries = {name: content.get_slice(name) for name in content.offset_keys()}
             own = (content.metadata() or {}).get("dflow", "{}")
         metadata = msgspec.json.decode(own, type=dict[str, Any])
     except FileNotFoundError:
-        raise NoCheckpoint(f"{place}: expected a safetensors file, got none", "correct the path") from None
+        raise NoCheckpoint(f"{location}: expected a safetensors file, got none", "correct the path") from None
     except LinkError as error:
         raise DamagedCheckpoint(
             str(error), "if you trust it, give the path that it leads to, or a copy of the file"
         ) from error
     except OSError as error:
-        raise damaged(place, f"the system says: {error.strerror or error}") from error
+        raise damaged(location, f"the system says: {error.strerror or error}") from error
     except (SafetensorError, msgspec.MsgspecError) as error:
-        raise damaged(place, str(error)) from error
-    types = {name: _type(place, name, array) for name, array in entries.items()}
+        raise damaged(location, str(error)) from error
+    types = {name: _type(location, name, array) for name, array in entries.items()}
     starts = dict[str, int]()
     for name, type in types.items():  # which follow each other without gaps, as the library has checked
         starts[name], start = start, start + type.size_bytes
-    return SafetensorsFile(place, f"{size}-{changed_ns}-{zlib.crc32(first)}", types, metadata, starts)
+    return SafetensorsFile(location, f"{size}-{changed_ns}-{zlib.crc32(first)}", types, metadata, starts)
 
 
 def _type(path: Path, name: str, array: Any) -> ArrayType:
@@ -147,13 +147,13 @@ def write_safetensors(
     Raises CheckpointExists if `path` exists and `overwrite` is False, CheckpointError for a dtype that the format does
     not have, or when the disk refuses the file.
     """
-    place = Path(os.path.realpath(path))
-    if place.is_dir() or (place.exists() and not overwrite):
-        raise CheckpointExists(f"{place} exists", "save to another path, or give overwrite=True for a file")
+    location = Path(os.path.realpath(path))
+    if location.is_dir() or (location.exists() and not overwrite):
+        raise CheckpointExists(f"{location} exists", "save to another path, or give overwrite=True for a file")
     header = _header(arrays, metadata, texts or {})
-    with refused_by_the_disk(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        staging = place.with_name(f".{place.name}.{secrets.token_hex(8)}.writing")
+    with refused_by_the_disk(location):
+        location.parent.mkdir(parents=True, exist_ok=True)
+        staging = location.with_name(f".{location.name}.{secrets.token_hex(8)}.writing")
         try:
             with open(staging, "xb") as file:
                 file.write(len(header).to_bytes(8, "little") + header)
@@ -161,7 +161,7 @@ def write_safetensors(
                     file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(staging, place)
+            os.replace(staging, location)
         finally:
             with suppress(OSError):
                 os.unlink(staging)

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from dflow.lowering.files.array_files import ArrayFiles, read_arrays
-from dflow.lowering.files.object_path import ObjectPath, Place
+from dflow.lowering.files.locations import location_of
+from dflow.lowering.files.object_path import Location, ObjectPath
 from dflow.lowering.files.orbax_checkpoint import is_orbax, read_orbax
-from dflow.lowering.files.places import place_of
 from dflow.lowering.files.safetensors_file import SUFFIX, SafetensorsFile, read_safetensors
 from dflow.tracing.errors import NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
@@ -24,7 +24,7 @@ class SavedArrays(Protocol):
     """An opened folder or file: the types of its arrays by name, and its metadata."""
 
     @property
-    def path(self) -> Place:
+    def path(self) -> Location:
         """Where it is."""
 
     @property
@@ -56,20 +56,20 @@ def read_parts(files: SavedArrays, wanted: Sequence[tuple[str, AxisSlice]]) -> I
         yield from (np.array(part.of(whole)) for _, part in parts)
 
 
-def open_arrays(path: Place | str) -> SavedArrays:
+def open_arrays(path: Location | str) -> SavedArrays:
     """Open the folder, or the file whose name ends in `.safetensors`; a str may be a URL.
 
-    Raises as `place_of`, `read_arrays` and `read_orbax` do.
+    Raises as `location_of`, `read_arrays` and `read_orbax` do.
     """
-    place = place_of(path) if isinstance(path, str) else path
-    if isinstance(place, ObjectPath):
-        return read_arrays(place)
-    if place.name.endswith(SUFFIX) and not place.is_dir():
-        return read_safetensors(place)
+    location = location_of(path) if isinstance(path, str) else path
+    if isinstance(location, ObjectPath):
+        return read_arrays(location)
+    if location.name.endswith(SUFFIX) and not location.is_dir():
+        return read_safetensors(location)
     try:
-        return read_arrays(place)
+        return read_arrays(location)
     except NoCheckpoint:
-        place = Path(os.path.realpath(place))
-        if not is_orbax(place):
+        location = Path(os.path.realpath(location))
+        if not is_orbax(location):
             raise
-    return read_orbax(place)
+    return read_orbax(location)

@@ -24,8 +24,8 @@ def is_whole_in_each(sharding: Sharding, shape: tuple[int, ...]) -> bool:
     if sharding.is_fully_addressable or sharding.is_fully_replicated:
         return True
     found: dict[int, set[Any]] = defaultdict(set)
-    places: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-    for device, index in places.items():
+    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in indices.items():
         found[device.process_index].add(bounds_of(index))
     return len({frozenset(bounds) for bounds in found.values()}) == 1
 
@@ -60,11 +60,11 @@ def own_copy(value: Any, sharding: Any = None) -> jax.Array:
 
 def spread(shape: tuple[int, ...], sharding: Any, piece_at: Callable[[Any], Any]) -> jax.Array:
     """Return a JAX array of this sharding, of copies of the pieces at the indices of this process's devices."""
-    places = sharding.addressable_devices_indices_map(shape)
+    indices = sharding.addressable_devices_indices_map(shape)
     # Copies: a program may overwrite a JAX array's buffer, and a piece may serve several devices.
     parts = [
         own_copy(piece_at(index), SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-        for device, index in places.items()
+        for device, index in indices.items()
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 

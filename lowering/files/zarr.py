@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from dflow.lowering.files.object_path import CONTEXT, ObjectPath, Place
+from dflow.lowering.files.object_path import CONTEXT, Location, ObjectPath
 from dflow.lowering.files.regular_file import read_regular, regular_size
 from dflow.tracing.ir.types import ArrayType
 
@@ -25,7 +25,7 @@ _CHECKSUM_BYTES = 4
 
 
 def create_array(
-    folder: Place,
+    folder: Location,
     dtype: Any,
     shape: Sequence[int],
     chunk_shape: Sequence[int],
@@ -50,7 +50,7 @@ def create_array(
     return tensorstore.open(spec, dtype=dtype, shape=shape, context=CONTEXT)
 
 
-def open_array(folder: Place, dtype: Any, shape: Sequence[int]) -> Any:
+def open_array(folder: Location, dtype: Any, shape: Sequence[int]) -> Any:
     """Return TensorStore's future of an array to read; pass its result to `check_array` before.
 
     Raises OSError if `zarr.json` is a pipe or device; the future raises ValueError for an array of
@@ -62,7 +62,7 @@ def open_array(folder: Place, dtype: Any, shape: Sequence[int]) -> Any:
     return tensorstore.open(spec, dtype=dtype, shape=shape, context=CONTEXT)
 
 
-def check_array(folder: Place, store: Any) -> None:
+def check_array(folder: Location, store: Any) -> None:
     """Raise ValueError or OSError unless the folder holds all chunks of the opened array, each of its full size.
 
     In an object store, which tells no sizes, each chunk is checked when it is read.
@@ -83,7 +83,7 @@ def check_array(folder: Place, store: Any) -> None:
             raise ValueError(f"a chunk has {size} bytes instead of {expected}")
 
 
-def _spec(folder: Place, dtype: Any, flushed: bool = False) -> dict[str, Any]:
+def _spec(folder: Location, dtype: Any, flushed: bool = False) -> dict[str, Any]:
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     file = {"driver": "file", "path": f"{folder}/", "file_io_sync": flushed}
     return {

@@ -187,8 +187,8 @@ class Meter:
 
     def _measured(self, part: Graph, name: str) -> UnitCost:
         device, rates, pure = device_named(name), self.rates(name), discharge(part)
-        place = SingleDeviceSharding(device)
-        structs = [jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=place) for type in (_TURN, *pure.types)]
+        sharding = SingleDeviceSharding(device)
+        structs = [jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=sharding) for type in (_TURN, *pure.types)]
         # An additional number passes through, so that each call of a row depends on the call before it.
         compiled = jax_jit(lambda turn, *args: (turn + 1, pure.fn(*args))).lower(*structs).compile()
         memory = compiled.memory_analysis()

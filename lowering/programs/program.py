@@ -137,7 +137,7 @@ def lower_program(
     device: jax.Device | None = None,
     platforms: tuple[str, ...] | None = None,
     keeps: bool = False,
-    places: Mapping[str, Sharding | None] = MappingProxyType({}),
+    shardings: Mapping[str, Sharding | None] = MappingProxyType({}),
     meshes: Mapping[AbstractMesh, Mesh] = MappingProxyType({}),
 ) -> LoweredProgram:
     """Lower `fn` for this process, or for `platforms`.
@@ -147,21 +147,21 @@ def lower_program(
     reads    number of variables only read
     donated  indices of operands to donate
     device   where the program runs; without one it runs where its arguments are
-    places   the shardings of the variables; written ones keep theirs
+    shardings  of the variables; written ones keep theirs
     meshes   the device meshes for the abstract meshes in `types`
     """
-    stepped = _in_lists(kept_shardings(fn, dict(islice(places.items(), writes))), writes, name)
+    stepped = _in_lists(kept_shardings(fn, dict(islice(shardings.items(), writes))), writes, name)
     # Before the operands a program has two arguments, the lists of the values written and of those read.
     donated = (*(() if keeps else (0,)), *(2 + index for index in donated))
     options: dict[str, Any] = {"compiler_options": compiler_options}
     if device is not None:
         options["in_shardings" if types else "out_shardings"] = SingleDeviceSharding(device)
     jitted = jax_jit(stepped, donate_argnums=donated, keep_unused=True, **options)
-    known = {**meshes_of(places.values()), **meshes}
+    known = {**meshes_of(shardings.values()), **meshes}
     structs = [on_devices(type.struct, known) for type in types]
-    for number, place in enumerate(places.values()):
-        if is_spread(place):
-            structs[number] = jax.ShapeDtypeStruct(structs[number].shape, structs[number].dtype, sharding=place)
+    for number, sharding in enumerate(shardings.values()):
+        if is_spread(sharding):
+            structs[number] = jax.ShapeDtypeStruct(structs[number].shape, structs[number].dtype, sharding=sharding)
     operands = structs[writes + reads :]
     stage = jitted.trace(structs[:writes], structs[writes : writes + reads], *operands)
     with own_ir_context():  # another thread may compile it
@@ -199,15 +199,15 @@ def load_program(blob: bytes | bytearray | memoryview, writes: int, reads: int =
     types = [ArrayType(aval.dtype, aval.shape) for aval in exported.in_avals]
 
     @cache
-    def lowered(places: tuple[Sharding | None, ...]) -> LoweredProgram:
-        by_number = {str(number): place for number, place in enumerate(places)}
-        return lower_program(exported.call, types, writes, reads, name=exported.fun_name, places=by_number)
+    def lowered(shardings: tuple[Sharding | None, ...]) -> LoweredProgram:
+        by_number = {str(number): sharding for number, sharding in enumerate(shardings)}
+        return lower_program(exported.call, types, writes, reads, name=exported.fun_name, shardings=by_number)
 
     def by_placement(written: Sequence[jax.Array], read: Sequence[jax.Array], *operands: Any) -> Any:
-        places = tuple(value.sharding if value.committed else None for value in written)
+        shardings = tuple(value.sharding if value.committed else None for value in written)
         # An operand may be the result of another program of the plan, which used no variable on several devices.
         spread = next((value for value in (*written, *read) if is_spread(value.sharding)), None)
         moved = operands if spread is None else [beside(operand, spread) for operand in operands]
-        return lowered(places).jitted(written, read, *moved)
+        return lowered(shardings).jitted(written, read, *moved)
 
     return Program(lowered((None,) * writes).stage.compile(), by_placement)

@@ -60,8 +60,8 @@ class Store:
         #: What calls of a program on some variables share, by the keys of those written and of those only read.
         self._states: WeakKeyDictionary[Program, _StatesByKeys] = WeakKeyDictionary()
 
-    def create(self, key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None = None) -> bool:
-        """Create the value `make()` under `key`, with sharding `place` if given. Return False if `key` exists.
+    def create(self, key: str, type: ArrayType, make: Callable[[], Any], sharding: Sharding | None = None) -> bool:
+        """Create the value `make()` under `key`, with `sharding` if given. Return False if `key` exists.
 
         `make` runs without the lock, so it may use the store. Only threads that create the same key wait for it; when
         it fails, one of them calls its own `make`.
@@ -84,7 +84,7 @@ class Store:
             assert making is not None
             making.wait(key)
         try:
-            value = first_value(key, type, make, place)
+            value = first_value(key, type, make, sharding)
             if key.endswith(SUFFIX):
                 value = _new_marks(type, value.sharding if value.committed else None)
                 self.table.has_marks = True
@@ -110,7 +110,7 @@ class Store:
     def __contains__(self, key: str) -> bool:
         return key in self.table.entries
 
-    def place(self, key: str) -> Sharding | None:
+    def sharding(self, key: str) -> Sharding | None:
         """Return the sharding of the value; None for one that JAX may put anywhere. Raises VariableError."""
         return self.shardings([key])[key]
 
@@ -200,7 +200,7 @@ class Store:
         """
         if self.table.has_marks:
             marks = {key if key.endswith(SUFFIX) else key + SUFFIX for key in values}.intersection(self.table.entries)
-            new = {key: _new_marks(self.type(key), place) for key, place in self.shardings(marks).items()}
+            new = {key: _new_marks(self.type(key), sharding) for key, sharding in self.shardings(marks).items()}
             values = {**values, **new}
         self.table.replace(values, lambda key, entry, value: _check_type(key, entry.type, value))
 
@@ -234,9 +234,9 @@ class Store:
         return found
 
     @staticmethod
-    def _own(value: Any, place: Any) -> jax.Array:
+    def _own(value: Any, sharding: Any) -> jax.Array:
         own = own_copy(value)
-        return own if place is None else placed(own, place)
+        return own if sharding is None else placed(own, sharding)
 
     def write(self, key: str, value: Any) -> None:
         """Replace the value by a copy of `value`. Raises VariableShapeError when its type differs."""
@@ -259,15 +259,15 @@ class Store:
         for wanted, operand in zip(operand_types(kind, held.type, given), operands, strict=True):
             _check_type(key, wanted.strong, operand)
         value = self.table.buffer(key)
-        place = value.sharding if value.committed and is_spread(value.sharding) else None
+        sharding = value.sharding if value.committed and is_spread(value.sharding) else None
         if not value.committed:
             for operand in operands:
                 refuse_divided(key, operand)
         moved = [beside(operand, value) for operand in operands]
-        if place is not None and not KINDS[kind].by_rows:
-            moved = [placed(operand, place) for operand in operands]
+        if sharding is not None and not KINDS[kind].by_rows:
+            moved = [placed(operand, sharding) for operand in operands]
         marks = [key + SUFFIX] if key + SUFFIX in self.table.entries else []
-        self.call(_in_place(kind, place, bool(marks)), [key, *marks], [], moved)
+        self.call(_in_place(kind, sharding, bool(marks)), [key, *marks], [], moved)
 
     def call(
         self,
@@ -324,10 +324,10 @@ class Store:
         return held
 
 
-def _new_marks(type: ArrayType, place: Sharding | None) -> jax.Array:
+def _new_marks(type: ArrayType, sharding: Sharding | None) -> jax.Array:
     """Return marks of changed rows in a new life, with this sharding."""
     marks = jnp.array(fresh_marks(type))
-    return marks if place is None else placed(marks, place)
+    return marks if sharding is None else placed(marks, sharding)
 
 
 def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
@@ -339,18 +339,18 @@ def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
 
 
 @cache
-def _in_place(kind: str, place: Sharding | None, has_marks: bool) -> Program:
+def _in_place(kind: str, sharding: Sharding | None, has_marks: bool) -> Program:
     """Return the program of an update in place, which also marks the changed rows if the variable has marks.
 
-    The value has the sharding `place`, if that is given.
+    The value has `sharding`, if that is given.
     """
 
     def update(written: Sequence[Any], read: Sequence[Any], *operands: Any) -> tuple[list[Any], list[Any]]:
         changed = operands[: KINDS[kind].by_rows]
         return [updated(kind, written[0], *operands), *(marked(marks, *changed) for marks in written[1:])], []
 
-    places: Any = None if place is None else ([place, *[None] * has_marks], [])
-    return Program(jax_jit(update, donate_argnums=0, out_shardings=places))
+    shardings: Any = None if sharding is None else ([sharding, *[None] * has_marks], [])
+    return Program(jax_jit(update, donate_argnums=0, out_shardings=shardings))
 
 
 def has_view(value: jax.Array) -> bool:

@@ -17,10 +17,10 @@ def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
     """Raise DeviceError if a placed graph has a single device for a variable that is sharded over several devices."""
     for ref, variable in zip(graph.refs, traced.variables, strict=True):
         _, local = split_device_name(ref.device or "")
-        if local and (place := store.place(variable.key)) is not None and len(place.device_set) > 1:
+        if local and (sharding := store.sharding(variable.key)) is not None and len(sharding.device_set) > 1:
             raise DeviceError(
-                f"variable {variable.name!r} is spread over {len(place.device_set)} devices, but is used in a function "
-                f"that names devices for parts of it: {_named_device(traced)}",
+                f"variable {variable.name!r} is spread over {len(sharding.device_set)} devices, but is used in a "
+                f"function that names devices for parts of it: {_named_device(traced)}",
                 "leave dflow.device out of this function, or use the variable in a separate function, without "
                 "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')",
                 at=caller(),

@@ -50,11 +50,11 @@ class Making:
             )
 
 
-def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None) -> jax.Array:
-    """Return the value of `make()`, with sharding `place` if given. Raises VariableError when it has another type."""
-    made = make() if place is None else _made_at(place, make)
+def first_value(key: str, type: ArrayType, make: Callable[[], Any], sharding: Sharding | None) -> jax.Array:
+    """Return the value of `make()`, with `sharding` if given. Raises VariableError when it has another type."""
+    made = make() if sharding is None else _made_at(sharding, make)
     # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
-    value = made.value if isinstance(made, Unshared) else jnp.array(made, copy=place is None)
+    value = made.value if isinstance(made, Unshared) else jnp.array(made, copy=sharding is None)
     if array_type_of(value).strong != type:
         remedy = [REMEDY] if is_cut(type.dtype) else []
         raise VariableError(
@@ -81,7 +81,7 @@ def unshared(made: Any) -> Any:
 
 
 def joined_rows(type: ArrayType, starts: Sequence[int], rows_at: Callable[[Any], Any]) -> Unshared:
-    """Return the array of the parts `rows_at(start)`, some rows each, in their places; a part may repeat rows.
+    """Return the array of the parts `rows_at(start)`, some rows each, at their starts; a part may repeat rows.
 
     Beside the array only one part is in memory at a time.
     """
@@ -97,25 +97,25 @@ def _with_rows(whole: jax.Array, rows: jax.Array, start: int) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(whole, rows.astype(whole.dtype), start, 0)
 
 
-def _within_mesh(place: Sharding) -> AbstractContextManager[Any]:
+def _within_mesh(sharding: Sharding) -> AbstractContextManager[Any]:
     """Return the context of an explicit mesh, which ops recorded over its axes need."""
-    mesh = place.mesh if isinstance(place, NamedSharding) else None
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
         return nullcontext()
     context: AbstractContextManager[Any] = jax.set_mesh(mesh)
     return context
 
 
-def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
+def _made_at(sharding: Sharding, make: Callable[[], Any]) -> jax.Array:
     """Return the value of `make()` with a sharding; several devices make a shard each, if JAX can trace `make`."""
     made: jax.Array
-    if len(place.device_set) == 1:
-        with jax.default_device(next(iter(place.device_set))):
-            made = jax.device_put(jnp.array(unshared(make()), copy=True), place)
+    if len(sharding.device_set) == 1:
+        with jax.default_device(next(iter(sharding.device_set))):
+            made = jax.device_put(jnp.array(unshared(make()), copy=True), sharding)
         return made
     try:
-        with _within_mesh(place):
-            made = jax_jit(lambda: jnp.asarray(unshared(make())), out_shardings=place)()
+        with _within_mesh(sharding):
+            made = jax_jit(lambda: jnp.asarray(unshared(make())), out_shardings=sharding)()
     except (DflowError, jax.errors.JAXTypeError):  # `make` reads variables, or cannot be traced
-        made = placed(jnp.array(unshared(make()), copy=True), place)
+        made = placed(jnp.array(unshared(make()), copy=True), sharding)
     return made

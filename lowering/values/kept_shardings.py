@@ -20,12 +20,14 @@ from dflow.tracing.ir.explicit_sharding import is_explicit, is_split
 from dflow.tracing.ir.types import array_type_of
 
 
-def is_spread(place: Sharding | None) -> TypeGuard[Sharding]:
+def is_spread(sharding: Sharding | None) -> TypeGuard[Sharding]:
     """Whether a sharding covers several devices, so that XLA has choices, or is on a mesh with explicit axes."""
-    return place is not None and (len(place.device_set) > 1 or is_explicit(place))
+    return sharding is not None and (len(sharding.device_set) > 1 or is_explicit(sharding))
 
 
-def kept_shardings(fn: Callable[..., Sequence[Any]], places: Mapping[str, Sharding | None]) -> Callable[..., list[Any]]:
+def kept_shardings(
+    fn: Callable[..., Sequence[Any]], shardings: Mapping[str, Sharding | None]
+) -> Callable[..., list[Any]]:
     """Return `fn`, to be traced, with its first results, the values of these variables, constrained to their shardings.
 
     For None and a single device nothing is constrained, but a value divided over explicit axes raises
@@ -34,9 +36,9 @@ def kept_shardings(fn: Callable[..., Sequence[Any]], places: Mapping[str, Shardi
 
     def kept(*args: Any) -> list[Any]:
         results = list(fn(*args))
-        for number, (key, place) in enumerate(places.items()):
-            if is_spread(place):
-                results[number] = _at(place, results[number])
+        for number, (key, sharding) in enumerate(shardings.items()):
+            if is_spread(sharding):
+                results[number] = _at(sharding, results[number])
             else:
                 refuse_divided(key, results[number])
         return results
@@ -54,11 +56,11 @@ def refuse_divided(key: str, value: Any) -> None:
         )
 
 
-def _at(place: Sharding, value: Any) -> Any:
-    if not isinstance(place, NamedSharding) or set(place.mesh.axis_types) == {AxisType.Auto}:
-        return jax.lax.with_sharding_constraint(value, place)
+def _at(sharding: Sharding, value: Any) -> Any:
+    if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) == {AxisType.Auto}:
+        return jax.lax.with_sharding_constraint(value, sharding)
     # A constraint must not name explicit axes. Neither `device_put` nor `out_shardings` alone covers all cases of them.
-    return jax_jit(partial(jax.device_put, device=place), out_shardings=place)(value)
+    return jax_jit(partial(jax.device_put, device=sharding), out_shardings=sharding)(value)
 
 
 def beside(operand: Any, value: jax.Array) -> Any:

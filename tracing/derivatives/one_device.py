@@ -15,9 +15,11 @@ def on_one_device(values: Sequence[Any]) -> list[Any]:
     if len({frozenset(value.sharding.device_set) for value in placed}) < 2:
         return list(values)
     widest = max(placed, key=lambda value: len(value.sharding.device_set)).sharding
-    place: Sharding = NamedSharding(widest.mesh, PartitionSpec()) if isinstance(widest, NamedSharding) else widest
+    sharding: Sharding = NamedSharding(widest.mesh, PartitionSpec()) if isinstance(widest, NamedSharding) else widest
     return [
-        jax.device_put(value, place) if _is_placed(value) and value.sharding.device_set != widest.device_set else value
+        jax.device_put(value, sharding)
+        if _is_placed(value) and value.sharding.device_set != widest.device_set
+        else value
         for value in values
     ]
 

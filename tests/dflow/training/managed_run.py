@@ -66,13 +66,13 @@ def steps_in(manager: dflow.CheckpointManager) -> list[int]:
 @contextmanager
 def held_saves(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold the threads that write until the event is set, which the end of the block does."""
-    may_write, original = threading.Event(), checkpoint_manager.whole_place
+    may_write, original = threading.Event(), checkpoint_manager.whole_location
 
-    def whole_place(*args: Any, **options: Any) -> Any:
+    def whole_location(*args: Any, **options: Any) -> Any:
         assert may_write.wait(DEADLINE_S)
         return original(*args, **options)
 
-    monkeypatch.setattr(checkpoint_manager, "whole_place", whole_place)
+    monkeypatch.setattr(checkpoint_manager, "whole_location", whole_location)
     try:
         yield may_write
     finally:

@@ -117,13 +117,13 @@ def test_the_automatic_interval_follows_the_measured_save_and_the_failures_seen(
 ) -> None:
     caplog.set_level(logging.INFO, "dflow")
     clock, run = HandClock(monkeypatch), Run()
-    write, took_s = checkpoint_manager.whole_place, 8.0
+    write, took_s = checkpoint_manager.whole_location, 8.0
 
     def slow(*args: Any, **options: Any) -> Any:
         clock.now_s += took_s
         return write(*args, **options)
 
-    monkeypatch.setattr(checkpoint_manager, "whole_place", slow)
+    monkeypatch.setattr(checkpoint_manager, "whole_location", slow)
     manager = run.manager(tmp_path, mtbf=timedelta(seconds=10_000))
     assert manager.interval_s is None
     assert manager.step(0)

@@ -59,7 +59,7 @@ def test_a_variable_is_spread_over_the_devices_of_its_task(memory: MemoryCluster
     with worker.parameter_servers():
         table = dflow.Variable(lambda: jnp.arange(8.0).reshape(4, 2), name="table", sharding=rows_over(1))
     np.testing.assert_array_equal(table, np.arange(8.0).reshape(4, 2))
-    place = memory.tasks["ps:0"].server.store.place("table")
+    place = memory.tasks["ps:0"].server.store.sharding("table")
     assert isinstance(place, NamedSharding)
     assert place.spec == PartitionSpec("d")
     assert table.sharding is None

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dflow.lowering.files import array_files, array_manifest, atomic_directory
 from dflow.lowering.files.array_files import (
     MANIFEST,
-    make_places,
+    make_paths,
     read_arrays,
     write_manifest,
     write_parts,
@@ -123,11 +123,11 @@ def test_arrays_of_any_names_stay_apart(tmp_path_factory: pytest.TempPathFactory
 
 def test_parts_that_are_written_side_by_side_are_one_checkpoint(tmp_path: Path) -> None:
     parts = {"a/x": np.arange(3)}, {"a/y": jnp.ones(2000), "b": jnp.zeros((2, 0))}, {"B": np.float32(2)}
-    places = make_places(tmp_path, [name for part in parts for name in part])
+    paths = make_paths(tmp_path, [name for part in parts for name in part])
     with ThreadPoolExecutor(3) as pool:
-        written = list(pool.map(lambda part: write_parts(tmp_path, part, places), parts))
-    write_manifest(tmp_path, {name: type for types in written for name, type in types.items()}, places, {})
-    read = read_arrays(tmp_path).read(dict.fromkeys(places))
+        written = list(pool.map(lambda part: write_parts(tmp_path, part, paths), parts))
+    write_manifest(tmp_path, {name: type for types in written for name, type in types.items()}, paths, {})
+    read = read_arrays(tmp_path).read(dict.fromkeys(paths))
     for name, value in ((name, value) for part in parts for name, value in part.items()):
         np.testing.assert_array_equal(read[name], value)
 

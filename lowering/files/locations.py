@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a local folder or file, or a place in an object store, as the text of its path says."""
+"""Where a checkpoint is: a local folder or file, or a location in an object store, as the text of its path says."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from urllib.parse import unquote, urlsplit
 import tensorstore
 
 from dflow.lowering.files.array_manifest import is_inside
-from dflow.lowering.files.object_path import DRIVERS, ObjectPath, Place
+from dflow.lowering.files.object_path import DRIVERS, Location, ObjectPath
 from dflow.tracing.errors import CheckpointError
 
 _SHORTENED = re.compile(rf"({'|'.join(('file', *DRIVERS))}):/(?!/)")
 
 
-def place_of(text: str) -> Place:
-    """Return the place of a path or URL; that of a URL `file:///path` is the local path.
+def location_of(text: str) -> Location:
+    """Return the location of a path or URL; that of a URL `file:///path` is the local path.
 
     Raises CheckpointError for a URL of another scheme than `gs`, `s3`, `memory` and `file`, and for one without a
     bucket or path.
@@ -40,12 +40,12 @@ def place_of(text: str) -> Place:
     if not (bucket and is_inside(parts) and "?" not in rest and "#" not in rest):
         form = "path" if scheme == "memory" else "bucket/path"
         raise CheckpointError(f"{text}: expected {scheme}://{form}, got another form", "correct the URL")
-    place = ObjectPath(text.rstrip("/"))
+    location = ObjectPath(text.rstrip("/"))
     try:
-        tensorstore.KvStore.Spec(place.kvstore())
+        tensorstore.KvStore.Spec(location.kvstore())
     except ValueError as error:
         raise CheckpointError(f"{text}: expected the name of a bucket, got: {error}", "correct the URL") from error
-    return place
+    return location
 
 
 def _local(text: str) -> Path:
