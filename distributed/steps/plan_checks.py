@@ -21,8 +21,8 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, parse_dtype, parse_type
 
-#: Most slots (numbered values) of a plan.
-MAX_SLOTS = 1 << 20
+#: Most registers (numbered values) of a plan.
+MAX_REGISTERS = 1 << 20
 #: Most levels of bodies nested in bodies.
 MAX_DEPTH = 64
 #: Most characters of a name, or of the user's line.
@@ -51,11 +51,14 @@ def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:
         raise WireError(f"nested bodies of a plan: expected at most {MAX_DEPTH} levels, got more")
     if plan.task != task:
         raise WireError(f"task of a plan: expected {task}, got {plan.task}")
-    if not 0 <= plan.slots <= MAX_SLOTS:
-        raise WireError(f"slots of a plan: expected 0 to {MAX_SLOTS}, got {plan.slots}")
-    slots = {slot for item in plan.items for slot in (*takes(item), *gives(item))} | {*plan.feeds, *plan.fetches}
-    slots |= {scalar.slot for scalar in plan.scalars}
-    _check_range("slot", slots, plan.slots)
+    if not 0 <= plan.registers <= MAX_REGISTERS:
+        raise WireError(f"registers of a plan: expected 0 to {MAX_REGISTERS}, got {plan.registers}")
+    registers = {register for item in plan.items for register in (*takes(item), *gives(item))} | {
+        *plan.feeds,
+        *plan.fetches,
+    }
+    registers |= {scalar.register for scalar in plan.scalars}
+    _check_range("register", registers, plan.registers)
     _check_range("item", {index for item in plan.items for index in item.after}, len(plan.items))
     _check_range("program", {item.program for item in plan.items if isinstance(item, Call)}, programs)
     for body in plan.bodies:
@@ -143,17 +146,17 @@ def _check_scalar(scalar: Scalar) -> None:
     try:
         dtype = parse_dtype(scalar.dtype)
     except (ParseError, ValueError) as error:
-        raise WireError(f"scalar of slot {scalar.slot}: expected a dtype: {error}") from error
+        raise WireError(f"scalar of register {scalar.register}: expected a dtype: {error}") from error
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.itemsize != len(scalar.data):
-        raise WireError(f"scalar of slot {scalar.slot}: expected {scalar.dtype}, got {len(scalar.data)} bytes")
+        raise WireError(f"scalar of register {scalar.register}: expected {scalar.dtype}, got {len(scalar.data)} bytes")
 
 
 def _check_filled_once(plan: Plan) -> None:
-    """Raise WireError when two of the items, feeds and numbers fill one slot."""
-    filled = [*dict.fromkeys(plan.feeds), *(scalar.slot for scalar in plan.scalars)]
-    filled += [slot for item in plan.items for slot in gives(item)]
-    if twice := [slot for slot, count in Counter(filled).items() if count > 1]:
-        raise WireError(f"slot {twice[0]} of a plan is filled twice")
+    """Raise WireError when two of the items, feeds and numbers fill one register."""
+    filled = [*dict.fromkeys(plan.feeds), *(scalar.register for scalar in plan.scalars)]
+    filled += [register for item in plan.items for register in gives(item)]
+    if twice := [register for register, count in Counter(filled).items() if count > 1]:
+        raise WireError(f"register {twice[0]} of a plan is filled twice")
 
 
 def _check_order(plan: Plan) -> None:

@@ -28,28 +28,28 @@ from dflow.tracing.errors import InternalError
 from dflow.tracing.primitives.id_checks import check_ids
 
 
-def taker(slots: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return the function, in C, that takes the values of `slots` from the list of all slots."""
-    ranges = ranges_of(slots)
-    return itemgetter(*slots) if len(ranges) > 1 else itemgetter(ranges[0] if ranges else slice(0))
+def taker(registers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return the function, in C, that takes the values of `registers` from the list of all registers."""
+    ranges = ranges_of(registers)
+    return itemgetter(*registers) if len(ranges) > 1 else itemgetter(ranges[0] if ranges else slice(0))
 
 
-def ranges_of(slots: Sequence[int]) -> list[slice]:
-    """Return the slices that have these slots, in this order."""
+def ranges_of(registers: Sequence[int]) -> list[slice]:
+    """Return the slices that have these registers, in this order."""
     ranges: list[slice] = []
-    for slot in slots:
-        if ranges and ranges[-1].stop == slot:
-            ranges[-1] = slice(ranges[-1].start, slot + 1)
+    for register in registers:
+        if ranges and ranges[-1].stop == register:
+            ranges[-1] = slice(ranges[-1].start, register + 1)
         else:
-            ranges.append(slice(slot, slot + 1))
+            ranges.append(slice(register, register + 1))
     return ranges
 
 
-def _filler(slots: Sequence[int], unused: Set[int] = frozenset()) -> Fill:
-    """Return the function that fills `slots`, except the `unused` ones, with values."""
-    count, ranges = len(slots), ranges_of(slots)
-    position = ranges[0] if len(ranges) == 1 and unused.isdisjoint(slots) else None
-    kept = [(index, slot) for index, slot in enumerate(slots) if slot not in unused]
+def _filler(registers: Sequence[int], unused: Set[int] = frozenset()) -> Fill:
+    """Return the function that fills `registers`, except the `unused` ones, with values."""
+    count, ranges = len(registers), ranges_of(registers)
+    position = ranges[0] if len(ranges) == 1 and unused.isdisjoint(registers) else None
+    kept = [(index, register) for index, register in enumerate(registers) if register not in unused]
 
     def fill(held: list[Any], values: Sequence[Any]) -> None:
         if len(values) != count:
@@ -57,8 +57,8 @@ def _filler(slots: Sequence[int], unused: Set[int] = frozenset()) -> Fill:
         if position is not None:
             held[position] = values
         else:
-            for index, slot in kept:
-                held[slot] = values[index]
+            for index, register in kept:
+                held[register] = values[index]
 
     return fill
 
@@ -67,7 +67,7 @@ class ItemCompiler:
     """Compiles the items of a plan, for the variables and resources of `store`.
 
     states        the variables of each call, by item
-    unused        slots whose values no item takes
+    unused        registers whose values no item takes
     compile_body  compiles the body of a branch or a loop; see `compile_plan.compiled_plan`
     """
 
@@ -86,8 +86,8 @@ class ItemCompiler:
         """Return the function that runs the item at `index`, or starts it if it waits."""
         return _COMPILE[type(item := self._executable.plan.items[index])](self, item, index)
 
-    def _filler(self, slots: Sequence[int]) -> Fill:
-        return _filler(slots, self._unused)
+    def _filler(self, registers: Sequence[int]) -> Fill:
+        return _filler(registers, self._unused)
 
     def _receive(self, item: Recv, index: int) -> DoItem:
         edge, source, layout = item.edge, item.source, self._executable.layouts[index]
@@ -99,8 +99,10 @@ class ItemCompiler:
     def _send(self, item: Send, index: int) -> DoItem:
         edge, destination, take = item.edge, item.destination, taker(item.takes)
         if item.has_count:
-            return lambda run: run.channel.send(run.step, edge + run.frame, destination, counted_rows(*take(run.slots)))
-        return lambda run: run.channel.send(run.step, edge + run.frame, destination, take(run.slots))
+            return lambda run: run.channel.send(
+                run.step, edge + run.frame, destination, counted_rows(*take(run.registers))
+            )
+        return lambda run: run.channel.send(run.step, edge + run.frame, destination, take(run.registers))
 
     def _call(self, item: Call, index: int) -> DoItem:
         program, store, state = self._executable.programs[item.program], self._store, self._states.get(index)
@@ -111,14 +113,14 @@ class ItemCompiler:
         copied = self._executable.sent_results(index) if has_own_memory() else ()
 
         def do(run: Execution) -> None:
-            operands = take(run.slots)
+            operands = take(run.registers)
             if changes and run.attempt is not None and run.attempt.covers_programs:
                 results = call_once(run.attempt, store, program, item, operands, state)
             else:
                 results = store.call(program, item.writes, item.reads, operands, state)
             for position in copied:
                 results[position].copy_to_host_async()
-            fill(run.slots, results)
+            fill(run.registers, results)
             if run.recorder.watched is not None:
                 written = state.written if state is not None else None
                 run.recorder.called((*results, *(written or ())), run.step, run.plan, index)
@@ -129,11 +131,11 @@ class ItemCompiler:
         store, keys, fill = self._store, item.keys, self._filler(item.gives)
         if index in self._executable.sent:
             views = RepeatedViews(store, keys)
-            return lambda run: fill(run.slots, views())
+            return lambda run: fill(run.registers, views())
 
         def do(run: Execution) -> None:
             values = store.snapshot(keys)
-            fill(run.slots, [values[key] for key in keys])
+            fill(run.registers, [values[key] for key in keys])
 
         return do
 
@@ -142,7 +144,7 @@ class ItemCompiler:
         fill, awaited = self._filler([item.give]), self._executable.awaited.get(index)
 
         def do(run: Execution) -> None:
-            fill(run.slots, [jax.device_put(run.slots[take], device)])
+            fill(run.registers, [jax.device_put(run.registers[take], device)])
 
         def copy(run: Execution, value: Any, earlier: Sequence[Any]) -> None:
             """Copy after the results that the copy must follow are computed, not only dispatched."""
@@ -158,7 +160,7 @@ class ItemCompiler:
 
         def do_later(run: Execution) -> None:
             # Waiting for the device here would delay other items that are ready.
-            run.submit(partial(copy, run, run.slots[take], [run.slots[slot] for slot in awaited or ()]))
+            run.submit(partial(copy, run, run.registers[take], [run.registers[register] for register in awaited or ()]))
 
         return do if awaited is None else do_later
 
@@ -166,10 +168,10 @@ class ItemCompiler:
         take, fill = taker(item.takes), self._filler(item.gives)
 
         def do(run: Execution) -> None:
-            values = take(run.slots)
+            values = take(run.registers)
             wait_until_computed(values[:1])
             check_ids(values[0], item.size, item.table, item.line, item.noun)
-            fill(run.slots, values)
+            fill(run.registers, values)
 
         return do
 
@@ -178,7 +180,7 @@ class ItemCompiler:
         take, fill = taker(item.takes), self._filler(item.gives)
 
         def do(run: Execution) -> None:
-            held, operands, arrived = store.resource(key), list(take(run.slots)), partial(run.arrived, index, fill)
+            held, operands, arrived = store.resource(key), list(take(run.registers)), partial(run.arrived, index, fill)
             run.waiting_ops.add(index)
             if run.attempt is None:
                 run.cancel_at_end(held.start(op, operands, arrived))
@@ -194,7 +196,7 @@ class ItemCompiler:
         ]
 
         def do(run: Execution) -> None:
-            number, *operands = take(run.slots)
+            number, *operands = take(run.registers)
             body = bodies[min(max(int(np.asarray(number)), 0), len(bodies) - 1)]
             run.waiting_ops.add(index)
             child = run.body(body, operands, partial(run.arrived, index, fill))
@@ -212,7 +214,7 @@ class ItemCompiler:
 
         def do(run: Execution) -> None:
             run.waiting_ops.add(index)
-            loop = Loop(item, take(run.slots), body, test, run, partial(run.arrived, index, fill))
+            loop = Loop(item, take(run.registers), body, test, run, partial(run.arrived, index, fill))
             run.cancel_at_end(loop.cancel)
             loop.start()
 

@@ -101,11 +101,11 @@ class _Compiler:
             groups.setdefault((before[index], kind), []).append(index)
         # Changes of state last, so that what other tasks wait for leaves first.
         self._groups = dict(sorted(groups.items(), key=lambda group: group[0][1] is _Kind.CHANGING))
-        #: The segments that take each slot.
+        #: The segments that take each register.
         self._takers: dict[int, set[int]] = {}
         for number, group in enumerate(self._groups.values()):
-            for slot in chain.from_iterable(map(self._taken, group)):
-                self._takers.setdefault(slot, set()).add(number)
+            for register in chain.from_iterable(map(self._taken, group)):
+                self._takers.setdefault(register, set()).add(number)
 
     def _taken(self, index: int) -> set[int]:
         return {*takes(self._plan.items[index]), *self._executable.awaited.get(index, ())}
@@ -120,8 +120,8 @@ class _Compiler:
         chained: _Waits = 0
         for index in self._order:
             waits = 1 << self._release(index) if index in self._follows else 0
-            for slot in takes(plan.items[index]):
-                waits |= bits.get(slot, 0)
+            for register in takes(plan.items[index]):
+                waits |= bits.get(register, 0)
             for need in self._executable.needs[index]:
                 waits |= 1 << need if need in waiting else newest[need]
             implied = 0
@@ -154,11 +154,11 @@ class _Compiler:
             for index, item in enumerate(plan.items)
             if isinstance(item, Call) and (item.writes or item.reads)
         }
-        unused = {slot for item in plan.items for slot in gives(item)} - {*self._takers} - executable.fetched
+        unused = {register for item in plan.items for register in gives(item)} - {*self._takers} - executable.fetched
         compiler = ItemCompiler(executable, self._store, states, unused, compiled_plan)
-        slots: list[Any] = [None] * plan.slots
-        for slot, value in executable.scalars:
-            slots[slot] = value
+        registers: list[Any] = [None] * plan.registers
+        for register, value in executable.scalars:
+            registers[register] = value
         # Segments that wait for the release, in each of the ways of `Begins`.
         changing = {number for number, group in enumerate(groups.values()) if not executable.changing.isdisjoint(group)}
         later = {number for number, (_, kind) in enumerate(groups) if kind is not _Kind.OF_FEEDS}
@@ -173,19 +173,19 @@ class _Compiler:
                 item: (len(before), after.get(self._release(item), ())) for item, before in self._follows.items()
             },
             left=_tokens(len(groups) + sum(map(self._weight, every))),
-            uses={slot: _tokens(len(self._takers[slot])) for slot in self._shared()},
+            uses={register: _tokens(len(self._takers[register])) for register in self._shared()},
             beginnings=[_beginning(counts, held) for held in (set(), changing, changing, later)],
-            slots=slots,
+            registers=registers,
             fetched=taker(plan.fetches),
             states=list(states.values()),
         )
 
     def _items(self, group: Sequence[int], compiler: ItemCompiler) -> list[CompiledItem]:
         """Return the items of a segment."""
-        last = {slot: index for index in group for slot in self._taken(index)}
+        last = {register: index for index in group for register in self._taken(index)}
         items, shared = [], self._shared()
         for index in group:
-            ended = {slot for slot in self._taken(index) if last[slot] == index} - self._executable.fetched
+            ended = {register for register in self._taken(index) if last[register] == index} - self._executable.fetched
             freed = [
                 (position, (None,) * (position.stop - position.start)) for position in ranges_of(sorted(ended - shared))
             ]
@@ -198,8 +198,8 @@ class _Compiler:
         return items
 
     def _shared(self) -> set[int]:
-        """The slots to be freed that several segments take."""
-        return {slot for slot, segments in self._takers.items() if len(segments) > 1} - self._executable.fetched
+        """The registers to be freed that several segments take."""
+        return {register for register, segments in self._takers.items() if len(segments) > 1} - self._executable.fetched
 
     def _feed(self, position: int) -> int:
         return len(self._plan.items) + position

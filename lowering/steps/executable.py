@@ -60,11 +60,11 @@ class Executable:
     needs       the items that each item needs
     dependents  the items that need each item, transfers first
     waiting     the items whose results come later than the item was started
-    takers      the items that take each slot
+    takers      the items that take each register
     bodies      executables of the plans that branches and loops run; they share the programs
     layouts     the types of the values of each receive
-    awaited     the slots that must be computed before a copy starts
-    fetched     the slots that the plan returns
+    awaited     the registers that must be computed before a copy starts
+    fetched     the registers that the plan returns
     """
 
     def __init__(self, plan: Plan, programs: Sequence[Program] = ()) -> None:
@@ -72,7 +72,7 @@ class Executable:
         self.bodies = tuple(Executable(body, programs) for body in plan.bodies)
         self.fetched = frozenset(plan.fetches)
         self.scalars = tuple(
-            (scalar.slot, jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0]))
+            (scalar.register, jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0]))
             for scalar in plan.scalars
         )
         self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
@@ -99,7 +99,7 @@ class Executable:
         )
 
     def _awaited_by(self, index: int) -> tuple[int, ...]:
-        """Return the slots that must be computed before a copy starts: one result of each item in its `after`.
+        """Return the registers that must be computed before a copy starts: one result of each item in its `after`.
 
         Only a copy to a CPU device waits for them, as it would start once its source is ready. Other devices run their
         work in the order of submission.
@@ -107,7 +107,7 @@ class Executable:
         item = self.plan.items[index]
         if not isinstance(item, Copy) or self.devices[item.device].platform != "cpu":
             return ()
-        return tuple(slot for earlier in item.after for slot in gives(self.plan.items[earlier])[:1])
+        return tuple(register for earlier in item.after for register in gives(self.plan.items[earlier])[:1])
 
     @cached_property
     def is_asynchronous(self) -> bool:
@@ -128,7 +128,7 @@ class Executable:
         """
         items = self.plan.items
         recvs = [item for item in items if isinstance(item, Recv) and item.source != self.plan.task]
-        received = {slot for item in recvs for slot in item.gives} - self.fetched
+        received = {register for item in recvs for register in item.gives} - self.fetched
         return {
             index: msgspec.structs.replace(item.op, owned=received.issuperset(item.takes))
             for index, item in enumerate(items)
@@ -175,12 +175,12 @@ class Executable:
 
     @cached_property
     def takers(self) -> Mapping[int, tuple[int, ...]]:
-        """The items that take each slot."""
+        """The items that take each register."""
         found: dict[int, list[int]] = {}
         for index, item in enumerate(self.plan.items):
-            for slot in dict.fromkeys(takes(item)):
-                found.setdefault(slot, []).append(index)
-        return {slot: tuple(items) for slot, items in found.items()}
+            for register in dict.fromkeys(takes(item)):
+                found.setdefault(register, []).append(index)
+        return {register: tuple(items) for register, items in found.items()}
 
     @cached_property
     def sent(self) -> frozenset[int]:
@@ -190,7 +190,9 @@ class Executable:
             index
             for index, item in enumerate(items)
             if isinstance(item, Read)
-            and all(isinstance(items[taker], Send) for slot in item.gives for taker in self.takers.get(slot, ()))
+            and all(
+                isinstance(items[taker], Send) for register in item.gives for taker in self.takers.get(register, ())
+            )
         )
 
     def sent_results(self, index: int) -> tuple[int, ...]:
@@ -198,8 +200,8 @@ class Executable:
         items = self.plan.items
         return tuple(
             position
-            for position, slot in enumerate(gives(items[index]))
-            if any(isinstance(items[taker], Send) for taker in self.takers.get(slot, ()))
+            for position, register in enumerate(gives(items[index]))
+            if any(isinstance(items[taker], Send) for taker in self.takers.get(register, ()))
         )
 
     @cached_property
@@ -316,7 +318,7 @@ def bodies_of(item: Branch | While | Scan) -> tuple[int, ...]:
 
 
 def takes(item: Item) -> tuple[int, ...]:
-    """Return the slots that an item takes its values from."""
+    """Return the registers that an item takes its values from."""
     match item:
         case Copy():
             return (item.take,)
@@ -326,7 +328,7 @@ def takes(item: Item) -> tuple[int, ...]:
 
 
 def gives(item: Item) -> tuple[int, ...]:
-    """Return the slots that an item fills."""
+    """Return the registers that an item fills."""
     match item:
         case Send():
             return ()
@@ -337,5 +339,8 @@ def gives(item: Item) -> tuple[int, ...]:
 
 def needs(plan: Plan) -> list[set[int]]:
     """Return the items that each item waits for."""
-    producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
-    return [{producers[slot] for slot in takes(item) if slot in producers} | set(item.after) for item in plan.items]
+    producers = {register: index for index, item in enumerate(plan.items) for register in gives(item)}
+    return [
+        {producers[register] for register in takes(item) if register in producers} | set(item.after)
+        for item in plan.items
+    ]

@@ -44,9 +44,9 @@ OnDone = Callable[[Outcome[Fetches]], None]
 Submit = Callable[[Callable[[], None]], object]
 #: Runs an item of an execution, or starts one that waits.
 DoItem = Callable[["Execution"], None]
-#: Fills slots with values.
+#: Fills registers with values.
 Fill = Callable[[list[Any], Sequence[Any]], None]
-#: Called with each item that is done and its results, each with its slot.
+#: Called with each item that is done and its results, each with its register.
 OnItem = Callable[[int, Sequence[tuple[int, Any]]], None]
 #: Tokens of something that comes after others: a list of these is popped once after each; the last one is True.
 Tokens = tuple[bool, ...]
@@ -59,7 +59,7 @@ class CompiledItem(NamedTuple):
 
     item    its index in the plan
     waits   whether its results come later, by `Execution.arrived`
-    freed   slots that no item takes after it: ranges, and as many Nones
+    freed   registers that no item takes after it: ranges, and as many Nones
     """
 
     item: int
@@ -101,11 +101,11 @@ class CompiledPlan:
                    index in the feeds
     after_release  the same for each item that waits for some of the previous iteration: their number and the segments
     left           the tokens of the end: one for each segment and each wait
-    uses           the tokens of each slot that several segments take: one for each
+    uses           the tokens of each register that several segments take: one for each
     beginnings     by `Begins`, how a run begins: nothing waits for a release; or items that may change state, with the
                    items that need these; or, in the own part, all that needs more than the arguments of the call
-    slots          the initial content of the slots
-    fetched        returns the fetches, given the slots
+    registers      the initial content of the registers
+    fetched        returns the fetches, given the registers
     states         the variables of each call
     """
 
@@ -119,7 +119,7 @@ class CompiledPlan:
     left: Tokens
     uses: Mapping[int, Tokens]
     beginnings: Sequence[Beginning]
-    slots: Sequence[Any]
+    registers: Sequence[Any]
     fetched: Callable[[Sequence[Any]], Sequence[Any]]
     states: Sequence[StepState]
 
@@ -164,15 +164,15 @@ class Execution:
         self.compiled, self.channel, self.step, self.submit, self.recorder = compiled, channel, step, submit, recorder
         self.attempt, self.frame = attempt, frame
         self._on_done, self._on_item, self._begins = on_done, on_item, begins
-        self.slots = list(compiled.slots)
-        for slot, value in zip(plan.feeds, feeds, strict=True):
-            self.slots[slot] = value
+        self.registers = list(compiled.registers)
+        for register, value in zip(plan.feeds, feeds, strict=True):
+            self.registers[register] = value
         self._beginning = compiled.beginnings[begins]
         self._first = list(self._beginning.first)
         # `list.pop` is one operation of the interpreter, so exactly one thread takes the last token of a list, True.
         self._tokens = list(map(list, self._beginning.tokens))
         self._left = list(compiled.left)
-        self._uses = {slot: list(tokens) for slot, tokens in compiled.uses.items()} if compiled.uses else {}
+        self._uses = {register: list(tokens) for register, tokens in compiled.uses.items()} if compiled.uses else {}
         #: A token until the run may change state.
         self._unreleased = [True] if begins is not Begins.CALLED else []
         #: A token until the run has ended.
@@ -201,7 +201,7 @@ class Execution:
 
     def feed(self, position: int, value: Any) -> None:
         """Supply the value of the feed at index `position`, which was PENDING."""
-        self.slots[self.plan.feeds[position]] = value
+        self.registers[self.plan.feeds[position]] = value
         if (segments := self.compiled.after_feed.get(position)) is not None:
             self._go_on(segments)
 
@@ -267,7 +267,7 @@ class Execution:
 
     def _run(self, numbers: list[int], rest: Iterator[CompiledItem] | None = None) -> None:
         """Run segments, or the `rest` of the first, and then the segments that become ready by them."""
-        step, compiled, plan, slots = self.step, self.compiled, self.plan, self.slots
+        step, compiled, plan, registers = self.step, self.compiled, self.plan, self.registers
         recorder, clock = self.recorder, self.recorder.clock
         for number in numbers:  # which grows
             items, rest = rest or iter(compiled.segments[number]), None
@@ -287,7 +287,7 @@ class Execution:
                     self._fail(index, error)
                     return
                 for position, nothing in freed:
-                    slots[position] = nothing
+                    registers[position] = nothing
                 if not waits:
                     recorder.append((clock(), ITEM_ENDED, step, plan, index))
             for later in compiled.following[number]:
@@ -300,15 +300,15 @@ class Execution:
                     self._fail(index, error)
 
     def free(self, shared: Sequence[int]) -> None:
-        """Free each of these slots, of `CompiledPlan.uses`, if this segment is the last one to take it."""
-        for slot in shared:
-            if self._uses[slot].pop():
-                self.slots[slot] = None
+        """Free each of these registers, of `CompiledPlan.uses`, if this segment is the last one to take it."""
+        for register in shared:
+            if self._uses[register].pop():
+                self.registers[register] = None
 
     def report(self, index: int) -> None:
         """Call `on_item`, if there is one, with an item that is done."""
         if self._on_item is not None:
-            self._on_item(index, [(slot, self.slots[slot]) for slot in gives(self.plan.items[index])])
+            self._on_item(index, [(register, self.registers[register]) for register in gives(self.plan.items[index])])
 
     def _connected(self, index: int, numbers: list[int], rest: Iterator[CompiledItem], error: Exception | None) -> None:
         """Continue with a send whose destination had to be connected first."""
@@ -327,7 +327,7 @@ class Execution:
             return
         try:
             self.waiting_ops.discard(index)
-            fill(self.slots, values)
+            fill(self.registers, values)
             self.recorder.append((self.recorder.clock(), ITEM_ENDED, self.step, self.plan, index))
             if self._on_item is not None:
                 self.report(index)  # before the end of the run
@@ -374,7 +374,7 @@ class Execution:
             raise_interrupt(error)
 
     def _complete(self) -> None:
-        self._end(on_device(self.compiled.fetched(self.slots)))
+        self._end(on_device(self.compiled.fetched(self.registers)))
 
     def _end(self, outcome: Outcome[Fetches]) -> bool:
         """End the run, and return True; return False if it had ended."""

@@ -51,12 +51,12 @@ class LocalStep:
         """Return the new values of the variables that `call` writes, and the step's results; JAX traces this."""
         plan, call = self.lowered.plan, self.call
         assert call is not None
-        slots = dict(zip(plan.feeds, [*constants, *leaves, *self.literals], strict=True))
+        registers = dict(zip(plan.feeds, [*constants, *leaves, *self.literals], strict=True))
         # Looked up in each trace: there is another one when the shardings of the variables have changed.
         kept = kept_shardings(self.lowered.functions[0].fn, self.store.shardings(call.writes))
-        results = kept(*written, *read, *(slots[slot] for slot in call.takes))
-        slots.update(zip(call.gives, results[len(written) :], strict=True))
-        return results[: len(written)], [slots[slot] for slot in plan.fetches]
+        results = kept(*written, *read, *(registers[register] for register in call.takes))
+        registers.update(zip(call.gives, results[len(written) :], strict=True))
+        return results[: len(written)], [registers[register] for register in plan.fetches]
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
         """Lower the programs, for `platforms` if not None, else for this process."""
@@ -77,7 +77,7 @@ class LocalStep:
         if len(plan.items) == 1 and isinstance(plan.items[0], Call) and plan.fetches == plan.items[0].gives:
             return _one_call(plan.items[0], plan.feeds, programs[0], store, constants)
         executable = Executable(plan, programs)
-        given_back = [index for index, slot in enumerate(plan.feeds) if slot in plan.fetches]
+        given_back = [index for index, register in enumerate(plan.feeds) if register in plan.fetches]
         lost = set(donated).intersection(given_back)
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
@@ -129,10 +129,10 @@ def lower_programs(
     Written variables keep the shardings that they have in the `store`.
     """
     plan = lowered.plan
-    uses = Counter([*plan.fetches, *(slot for item in plan.items for slot in takes(item))])
-    slots = {plan.feeds[number] for number in given_up if uses[plan.feeds[number]] == 1}
+    uses = Counter([*plan.fetches, *(register for item in plan.items for register in takes(item))])
+    registers = {plan.feeds[number] for number in given_up if uses[plan.feeds[number]] == 1}
     donated = {
-        item.program: [index for index, slot in enumerate(item.takes) if slot in slots]
+        item.program: [index for index, register in enumerate(item.takes) if register in registers]
         for item in plan.items
         if isinstance(item, Call)
     }
@@ -185,7 +185,7 @@ def fetched(outcome: Outcome[Fetches]) -> tuple[jax.Array, ...]:
 
 def _one_call(call: Call, feeds: tuple[int, ...], program: Program, store: Store, constants: Sequence[Any]) -> Runner:
     """The common case: a step is one XLA call, its operands picked from constants and arguments."""
-    picks = [feeds.index(slot) for slot in call.takes]
+    picks = [feeds.index(register) for register in call.takes]
 
     def run(leaves: Sequence[Any]) -> Sequence[Any]:
         values = [*constants, *leaves]

@@ -60,10 +60,10 @@ class Loop:
         self._kept, self._rows = values[:kept], values[after:]
         self._window = 1 if test is not None and may_conflict(test.executable, body.executable) else item.parallel
         self._stacks = [_Stack(type, item.length) for type in item.stacked] if isinstance(item, Scan) else []
-        #: The indices of each slot of the body among its results.
+        #: The indices of each register of the body among its results.
         self._positions: dict[int, list[int]] = {}
-        for position, slot in enumerate(body.executable.plan.fetches):
-            self._positions.setdefault(slot, []).append(position)
+        for position, register in enumerate(body.executable.plan.fetches):
+            self._positions.setdefault(register, []).append(position)
         self._lock = threading.Lock()
         self._ended = False
         #: The iterations that have not ended, and the next one, by number.
@@ -136,7 +136,7 @@ class Loop:
         self._turns[number + 1] = _Turn([PENDING] * len(turn.carried))
         self._next, self._is_wanted = number + 1, None
         known = [*zip(body.plan.feeds, feeds, strict=True), *body.scalars]
-        self._hand_on(number, [(slot, value) for slot, value in known if value is not PENDING])
+        self._hand_on(number, [(register, value) for register, value in known if value is not PENDING])
         return turn.run
 
     def _row_of(self, number: int) -> int:
@@ -144,12 +144,12 @@ class Loop:
         return self._item.length - 1 - number if self._item.reverse else number
 
     def _hand_on(self, number: int, values: Iterable[tuple[int, Any]]) -> list[Callable[[], None]]:
-        """Record values of an iteration's slots; return the calls to make after releasing the lock, which is held."""
+        """Record values of an iteration's registers; return the calls to make after releasing the held lock."""
         told: list[Callable[[], None]] = []
-        left = deque((number, slot, value) for slot, value in values)
+        left = deque((number, register, value) for register, value in values)
         while left:
-            number, slot, value = left.popleft()
-            for position in self._positions.get(slot, ()):
+            number, register, value = left.popleft()
+            for position in self._positions.get(register, ()):
                 if position >= self._item.carry:
                     self._stacks[position - self._item.carry].put(self._row_of(number), value)
                     continue

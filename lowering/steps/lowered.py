@@ -63,11 +63,11 @@ def make_plans(graph: Graph, caller: str, keys: Mapping[Value, str]) -> dict[str
     makers = {caller: first}
     feeds: list[Operand] = [value for value in graph.inputs if not isinstance(value.type, HANDLES)]
     feeds += [output for output in graph.outputs if isinstance(output, Literal)]
-    first.feeds = [first.slot(operand) for operand in feeds]
+    first.feeds = [first.register_of(operand) for operand in feeds]
     for node in graph.nodes:
         for task in tasks_of(node):
             makers.setdefault(task, _Maker(task, keys, snapshots=moved)).add(node)
-    first.fetches = [first.slot(output) for output in graph.outputs]
+    first.fetches = [first.register_of(output) for output in graph.outputs]
     return {task: maker.lowered() for task, maker in makers.items()}
 
 
@@ -123,7 +123,7 @@ class _Maker:
     fetches: list[int] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     programs: list[Discharged] = field(default_factory=list)
-    slots: dict[Operand, int] = field(default_factory=dict)
+    registers: dict[Operand, int] = field(default_factory=dict)
     makers: dict[Value, int] = field(default_factory=dict)
     #: The results of branches and loops that several tasks run.
     divided: set[Value] = field(default_factory=set)
@@ -132,8 +132,8 @@ class _Maker:
     names: list[str] = field(default_factory=list)
     snapshots: frozenset[Node] = frozenset()
 
-    def slot(self, operand: Operand) -> int:
-        return self.slots.setdefault(operand, len(self.slots))
+    def register_of(self, operand: Operand) -> int:
+        return self.registers.setdefault(operand, len(self.registers))
 
     def add(self, node: Node) -> None:
         before: Iterable[Value] = node.after
@@ -155,16 +155,16 @@ class _Maker:
             edge, source = node.attributes["edge"], node.attributes["source"]
             types = tuple((dtype_name(type.dtype), type.shape) for type in node.attributes["types"])
             fill = node.attributes.get("fill")
-            return Recv(edge, source, tuple(map(self.slot, node.outputs)), types, after, fill)
+            return Recv(edge, source, tuple(map(self.register_of, node.outputs)), types, after, fill)
         if node.op is ops.dev_copy:
-            return Copy(_device(node), self.slot(node.inputs[0]), self.slot(node.outputs[0]), after)
+            return Copy(_device(node), self.register_of(node.inputs[0]), self.register_of(node.outputs[0]), after)
         if node.op is ops.ids_check:
             size, table = node.attributes["size"], node.attributes["table"]
-            gives, noun = tuple(map(self.slot, node.outputs)), node.attributes.get("noun", IDS)
+            gives, noun = tuple(map(self.register_of, node.outputs)), node.attributes.get("noun", IDS)
             return CheckIds(size, table, self._takes(node.inputs), gives, at(node.loc), after, noun)
         if node in self.snapshots:
             keys = tuple(self.keys[ref] for ref in variables_read(node))
-            return Read(keys, tuple(self.slot(value) for value in node.outputs), after)
+            return Read(keys, tuple(self.register_of(value) for value in node.outputs), after)
         if node.op is ops.xla_call:
             return self._call(node, after)
         if node.op in ops.CONTROL_OPS:
@@ -179,7 +179,7 @@ class _Maker:
             self.keys[ref],
             ResourceOp(node.op.name, line=at(node.loc), **node.attributes),
             takes=self._takes(operands),
-            gives=tuple(self.slot(value) for value in node.array_outputs),
+            gives=tuple(self.register_of(value) for value in node.array_outputs),
             after=after,
         )
 
@@ -187,7 +187,7 @@ class _Maker:
         share = _Share(node, self.task)
         numbers = tuple(self._body(node, body) for body in node.bodies)
         taken = [operand for position, operand in enumerate(node.handed) if share.takes(position)]
-        gives = tuple(self.slot(node.array_outputs[position]) for position in share.gives)
+        gives = tuple(self.register_of(node.array_outputs[position]) for position in share.gives)
         if node.op is ops.ctrl_cond:
             return Branch(numbers, self._takes([share.index, *taken]), gives, after)
         takes = self._takes(taken)
@@ -218,7 +218,7 @@ class _Maker:
             if isinstance(ref.type, HANDLES)
         }
         maker, share = _Maker(self.task, keys, programs=self.programs), _Share(node, self.task)
-        maker.feeds = [maker.slot(value) for position, value in enumerate(body.inputs) if share.takes(position)]
+        maker.feeds = [maker.register_of(value) for position, value in enumerate(body.inputs) if share.takes(position)]
         maker.snapshots = snapshots(body)
         for inner in body.nodes:
             if not share.is_divided or self.task in tasks_of(inner):
@@ -228,13 +228,13 @@ class _Maker:
         return len(self.bodies) - 1
 
     def _takes(self, operands: Sequence[Operand]) -> tuple[int, ...]:
-        """Return the slots of operands. The slot of a literal is filled initially."""
+        """Return the registers of operands. The register of a literal is filled initially."""
         for operand in operands:
-            if isinstance(operand, Literal) and operand not in self.slots:
+            if isinstance(operand, Literal) and operand not in self.registers:
                 type = operand.type
                 data = np.asarray(operand.value).astype(type.dtype).tobytes()
-                self.scalars.append(Scalar(self.slot(operand), dtype_name(type.dtype), data))
-        return tuple(self.slot(operand) for operand in operands)
+                self.scalars.append(Scalar(self.register_of(operand), dtype_name(type.dtype), data))
+        return tuple(self.register_of(operand) for operand in operands)
 
     def _call(self, node: Node, after: tuple[int, ...]) -> Call:
         (body,) = node.bodies
@@ -245,8 +245,8 @@ class _Maker:
             program=len(self.programs) - 1,
             writes=tuple(self.keys[outer[ref]] for ref in pure.written),
             reads=tuple(self.keys[outer[ref]] for ref in pure.read),
-            takes=tuple(self.slot(outer[value]) for value in pure.operands),
-            gives=tuple(self.slot(value) for value in node.array_outputs),
+            takes=tuple(self.register_of(outer[value]) for value in pure.operands),
+            gives=tuple(self.register_of(value) for value in node.array_outputs),
             after=after,
             device=_device(node),
             touches_anything=any(effect is Effect.UNKNOWN for effect, _ in node.effects),
@@ -258,7 +258,7 @@ class _Maker:
     def lowered(self) -> Lowered:
         plan = Plan(
             self.task,
-            len(self.slots),
+            len(self.registers),
             tuple(self.items),
             tuple(self.feeds),
             tuple(self.fetches),

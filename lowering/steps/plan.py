@@ -1,9 +1,9 @@
 """The plan of a task for a step, as data that can be sent to the task.
 
-A plan is a small dataflow program over numbered slots, each holding one array. An item runs when the slots in `takes`
-are filled and the items in `after` are done. Nothing else orders the items: their position in `Plan.items` has no
-meaning. Programs (compiled XLA computations) are named by their index and sent separately, so a plan has a few hundred
-bytes.
+A plan is a small dataflow program over numbered registers, each holding one array. An item runs when the registers in
+`takes` are filled and the items in `after` are done. Nothing else orders the items: their position in `Plan.items` has
+no meaning. Programs (compiled XLA computations) are named by their index and sent separately, so a plan has a few
+hundred bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 
 
 class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
-    """Run a program on variables and slots.
+    """Run a program on variables and registers.
 
-    The program's arguments are the values of `writes`, then of `reads`, then the slots `takes`; its results are
-    the new values of `writes`, then the slots `gives`. The values of `writes` are donated, unless `keeps` is true. The
+    The program's arguments are the values of `writes`, then of `reads`, then the registers `takes`; its results are
+    the new values of `writes`, then the registers `gives`. The values of `writes` are donated, unless `keeps`. The
     program runs on `device`, such as `cpu:1`, or where JAX puts it. With `touches_anything` it may have any effect, for
     example in a Python callback. A call of an `asynchronous` program returns without waiting for its results, and runs
     no Python.
@@ -40,7 +40,7 @@ class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
 
 
 class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
-    """Copy the array in slot `take` to `device`, such as `cpu:1`, and put the copy into slot `give`."""
+    """Copy the array in register `take` to `device`, such as `cpu:1`, and put the copy into register `give`."""
 
     device: str
     take: int
@@ -49,7 +49,7 @@ class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
 
 
 class CheckIds(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="check"):
-    """Put values from slots `takes` into slots `gives`, if each number in the first is a row of `table`; else fail.
+    """Put values from registers `takes` into `gives`, if each number in the first is a row of `table`; else fail.
 
     The table has `size` rows. `line` is the user's, and `noun` what the numbers are, as the error shows them.
     """
@@ -64,7 +64,7 @@ class CheckIds(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="check"
 
 
 class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):
-    """Put the values of variables at one moment into the slots `gives`.
+    """Put the values of variables at one moment into the registers `gives`.
 
     They are not copied but alias the store's buffers, so only a `Copy` or a `Send` may take them.
     """
@@ -75,7 +75,7 @@ class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):
 
 
 class Send(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="send"):
-    """Send the arrays in the slots `takes`, as one message, over `edge` to the task `destination`.
+    """Send the arrays in the registers `takes`, as one message, over `edge` to the task `destination`.
 
     With `has_count`, `takes` are an array and the number of its first rows, which alone are sent.
     """
@@ -88,7 +88,7 @@ class Send(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="send"):
 
 
 class Recv(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="recv"):
-    """Wait for the arrays that the task `source` sends over `edge`, and put them into the slots `gives`.
+    """Wait for the arrays that the task `source` sends over `edge`, and put them into the registers `gives`.
 
     `types` has the dtype and the shape of each. With `fill`, they are an array and the number of its first rows that
     came; the other rows are `fill`.
@@ -113,7 +113,7 @@ class UseResource(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="use
 
 
 class Branch(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="branch"):
-    """Run one of `bodies`. The first slot of `takes` holds its index, the others its operands."""
+    """Run one of `bodies`. The first register of `takes` holds its index, the others its operands."""
 
     bodies: tuple[int, ...]
     takes: tuple[int, ...]
@@ -159,28 +159,28 @@ class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
 Item = Call | CheckIds | Copy | Read | Send | Recv | UseResource | Branch | While | Scan
 
 
-class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True):
-    """An initial number for `slot`, as the bytes `data`."""
+class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True, rename={"register": "slot"}):
+    """An initial number for `register`, as the bytes `data`."""
 
-    slot: int
+    register: int
     dtype: str
     data: bytes
 
 
-class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
+class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True, rename={"registers": "slots"}):
     """The items that one task runs in one step.
 
-    `task`     the task this plan is for, such as `/job:ps/task:0`
-    `slots`    number of slots that the items use; slots are numbered from 0
-    `feeds`    slots filled from the caller's arguments, in order
-    `fetches`  slots returned to the caller, in order
-    `scalars`  slots filled with numbers of the program
+    `task`       the task this plan is for, such as `/job:ps/task:0`
+    `registers`  number of registers that the items use; they are numbered from 0
+    `feeds`      registers filled from the caller's arguments, in order
+    `fetches`    registers returned to the caller, in order
+    `scalars`    registers filled with numbers of the program
     `bodies`   the plans that branches and loops run, by index; they share the programs of the whole plan
     `names`    name of each item in errors: its node, and the user's line
     """
 
     task: str
-    slots: int
+    registers: int
     items: tuple[Item, ...]
     feeds: tuple[int, ...] = ()
     fetches: tuple[int, ...] = ()

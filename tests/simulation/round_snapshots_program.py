@@ -157,7 +157,7 @@ class RoundSnapshotsWorker(RoundsWorker):
         self.retried(partial(self._create, host, replace(made, is_saved=False)))
 
     def changes(self, host: str, unused: int) -> Changes:
-        """Return the items with which a host applies the sum in slot 0; slots from `unused` on are free."""
+        """Return the items with which a host applies the sum in register 0; registers from `unused` on are free."""
         member, recorded = self._tasks.member(host), super().changes(host, unused)
         assert member is not None
         names, first = names_on(host), len(recorded.items)

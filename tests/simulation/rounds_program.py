@@ -170,7 +170,7 @@ class RoundsWorker(TrainingWorker):
         self._member.ask(host, made, timeout_s=REQUEST_S)
 
     def changes(self, host: str, unused: int) -> Changes:
-        """Return the items with which a host applies the sum in slot 0; slots from `unused` on are free."""
+        """Return the items with which a host applies the sum in register 0; registers from `unused` on are free."""
         told = partial(self._checks.updated, self.seen_as(), host)
         return Changes((Call(0, (), (), (0,), (), touches_anything=True),), [_telling(told)])
 
@@ -265,7 +265,7 @@ def gradient_plans(
             Recv(_edge("ticket", other), names[other], (2 + at,), (("i32", ()),)) for at, other in enumerate(others)
         ]
         one, fresh = 2 + len(others), 3 + len(others)
-        rows = [slot for ticket in range(2, one) for slot in (ticket, one)]
+        rows = [register for ticket in range(2, one) for register in (ticket, one)]
         applied = UseResource(keys[host], apply, (0, *rows, 1), (fresh,))
         items = (*items, *tickets, applied, Send("is fresh", worker, (fresh,)))
         scalars = (Scalar(one, "i32", np.int32(1).tobytes()),)
@@ -318,9 +318,9 @@ def update_plans(
 
 
 def _plan(task: str, items: tuple[Item, ...], changes: Changes, feeds: tuple[int, ...] = ()) -> Plan:
-    used = [slot for item in items for slot in getattr(item, "gives", ())]
-    slots = 1 + max((*feeds, *used, *(scalar.slot for scalar in changes.scalars)))
-    return Plan(task, slots, items, feeds=feeds, scalars=changes.scalars)
+    used = [register for item in items for register in getattr(item, "gives", ())]
+    registers = 1 + max((*feeds, *used, *(scalar.register for scalar in changes.scalars)))
+    return Plan(task, registers, items, feeds=feeds, scalars=changes.scalars)
 
 
 def _telling(told: Callable[[Any], None]) -> Program:

@@ -38,12 +38,12 @@ def add_in_place(state: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Arr
 def add(
     registry: PlanRegistry,
     *items: Item,
-    slots: int = 4,
+    registers: int = 4,
     programs: tuple[bytes, ...] = (),
     task: str = PS,
     **fields: Any,
 ) -> int:
-    plan = msgspec.msgpack.encode(Plan(task, slots, items, **fields))
+    plan = msgspec.msgpack.encode(Plan(task, registers, items, **fields))
     message = RegisterPlan(plan, tuple(len(program) for program in programs))
     return registry.add_encoded(message, memoryview(b"".join(programs)), WORKER)
 
@@ -65,7 +65,7 @@ def test_equal_plans_share_a_handle_and_equal_programs_one_compilation(loaded: l
     registry = PlanRegistry(PS)
     first = add(registry, CALL, programs=(b"add",))
     assert add(registry, CALL, programs=(b"add",)) == first
-    assert add(registry, CALL, slots=5, programs=(b"add",)) == first + 1
+    assert add(registry, CALL, registers=5, programs=(b"add",)) == first + 1
     assert add(registry, Call(0, (), ("w",), (0,), (1, 2)), programs=(b"add",)) == first + 2
     assert loaded == [(b"add", 1), (b"add", 0)]
     assert len(registry) == 3
@@ -107,16 +107,20 @@ def test_a_handle_that_names_no_plan_is_refused() -> None:
 TWO_WAYS = (Call(0, ("w",), (), (), ()), Call(0, (), (), (), ()))
 MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
     "another task's": ((), {"task": WORKER}, f"task of a plan: expected {PS}, got {WORKER}"),
-    "slots": ((), {"slots": 1 << 40}, "slots of a plan: expected 0 to 1048576, got 1099511627776"),
-    "feed": ((), {"feeds": (4,)}, "a plan with 4 slots names slot 4"),
-    "fetch": ((), {"fetches": (-1,)}, "a plan with 4 slots names slot -1"),
-    "take": ((Send("e", WORKER, (9,)),), {}, "a plan with 4 slots names slot 9"),
+    "registers": ((), {"registers": 1 << 40}, "registers of a plan: expected 0 to 1048576, got 1099511627776"),
+    "feed": ((), {"feeds": (4,)}, "a plan with 4 registers names register 4"),
+    "fetch": ((), {"fetches": (-1,)}, "a plan with 4 registers names register -1"),
+    "take": ((Send("e", WORKER, (9,)),), {}, "a plan with 4 registers names register 9"),
     "after": ((Send("e", WORKER, (0,), after=(1,)),), {}, "a plan with 1 items names item 1"),
     "program": ((Call(1, (), (), (), ()),), {"programs": (b"x",)}, "a plan with 1 programs names program 1"),
-    "number's slot": ((), {"scalars": (Scalar(7, "i32", bytes(4)),)}, "a plan with 4 slots names slot 7"),
-    "number": ((), {"scalars": (Scalar(0, "i32", bytes(3)),)}, "scalar of slot 0: expected i32, got 3 bytes"),
-    "number's dtype": ((), {"scalars": (Scalar(0, "u13", b""),)}, "scalar of slot 0: expected a dtype"),
-    "key": ((), {"scalars": (Scalar(0, "key<fry>", bytes(8)),)}, "scalar of slot 0: expected key<fry>, got 8 bytes"),
+    "number's register": ((), {"scalars": (Scalar(7, "i32", bytes(4)),)}, "a plan with 4 registers names register 7"),
+    "number": ((), {"scalars": (Scalar(0, "i32", bytes(3)),)}, "scalar of register 0: expected i32, got 3 bytes"),
+    "number's dtype": ((), {"scalars": (Scalar(0, "u13", b""),)}, "scalar of register 0: expected a dtype"),
+    "key": (
+        (),
+        {"scalars": (Scalar(0, "key<fry>", bytes(8)),)},
+        "scalar of register 0: expected key<fry>, got 8 bytes",
+    ),
     "names": ((Send("e", WORKER, (0,)),), {"names": ("a", "b")}, "names of a plan's items: expected 1, got 2"),
     "op": (
         (UseResource("q", ResourceOp("queue.peek")),),
@@ -146,7 +150,7 @@ MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
     "filled twice": (
         (UseResource("q", ResourceOp("queue.size"), gives=(1,)),),
         {"feeds": (1,)},
-        "slot 1 of a plan is filled",
+        "register 1 of a plan is filled",
     ),
     "circle": ((Send("a", WORKER, (0,), (1,)), Send("b", WORKER, (0,), (0,))), {}, "item 0 of a plan waits for itself"),
     "no body": ((Branch((), (0,), ()),), {}, "branch of 1 values to 0 does not fit its bodies"),
@@ -168,7 +172,7 @@ MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
         {"bodies": (ONE,)},
         "parallel_iterations must be at least 1, got 0",
     ),
-    "body": ((), {"bodies": (Plan(PS, 1, (), (3,)),)}, "a plan with 1 slots names slot 3"),
+    "body": ((), {"bodies": (Plan(PS, 1, (), (3,)),)}, "a plan with 1 registers names register 3"),
     "another's body": ((), {"bodies": (Plan(WORKER, 0, ()),)}, f"task of a plan: expected {PS}, got {WORKER}"),
     "a body's number": (
         (),

@@ -53,9 +53,9 @@ def add_in_place(state: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def register(
-    cluster: Cluster, *items: Item, slots: int = 4, programs: tuple[bytes, ...] = (), task: str = PS, **fields: Any
+    cluster: Cluster, *items: Item, registers: int = 4, programs: tuple[bytes, ...] = (), task: str = PS, **fields: Any
 ) -> int:
-    plan = msgspec.msgpack.encode(Plan(task, slots, items, **fields))
+    plan = msgspec.msgpack.encode(Plan(task, registers, items, **fields))
     sizes = tuple(len(program) for program in programs)
     reply = cluster.ask(RegisterPlan(plan, sizes), b"".join(programs)).message
     assert isinstance(reply, Registered)

@@ -16,12 +16,12 @@ def plan(task: str, *items: Item) -> Plan:
     return Plan(task, 20, items)
 
 
-def fetch(ps: str, slot: int) -> tuple[Item, ...]:
-    return Read((f"w{ps[-1]}",), (slot,)), Send(f"w{ps[-1]}", WORKER, (slot,))
+def fetch(ps: str, register: int) -> tuple[Item, ...]:
+    return Read((f"w{ps[-1]}",), (register,)), Send(f"w{ps[-1]}", WORKER, (register,))
 
 
-def update(ps: str, slot: int) -> tuple[Item, ...]:
-    return Recv(f"grad{ps[-1]}", WORKER, (slot,), F32), Call(0, (f"w{ps[-1]}",), (), (slot,), ())
+def update(ps: str, register: int) -> tuple[Item, ...]:
+    return Recv(f"grad{ps[-1]}", WORKER, (register,), F32), Call(0, (f"w{ps[-1]}",), (), (register,), ())
 
 
 def worker(*more: Item) -> Plan:

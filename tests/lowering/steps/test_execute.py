@@ -46,10 +46,10 @@ class Task:
         self.submitted: list[Callable[[], None]] = []
         self.programs = programs
 
-    def execution(self, *items: Item, slots: int = 9, feeds: Any = (), fetches: Sequence[int] = ()) -> Execution:
-        """Make an execution of a plan without starting it; `feeds` maps slots to values."""
+    def execution(self, *items: Item, registers: int = 9, feeds: Any = (), fetches: Sequence[int] = ()) -> Execution:
+        """Make an execution of a plan without starting it; `feeds` maps registers to values."""
         feeds = dict(feeds)
-        plan = Plan(WORKER, slots, items, tuple(feeds), tuple(fetches))
+        plan = Plan(WORKER, registers, items, tuple(feeds), tuple(fetches))
         mailbox = Mailbox(self.mail, WORKER)
         return run_of(
             Executable(plan, self.programs),
@@ -118,7 +118,7 @@ def test_order_edges_are_kept_in_any_order_of_items_and_arrivals(data: st.DataOb
     for index in range(count):
         items[places[index]] = call(index, 10 + index, gives=index, after=[places[other] for other in after[index]])
         items[places[count + index]] = recv(f"edge {index}", 10 + index)
-    task.start(*items, slots=20, fetches=range(count))
+    task.start(*items, registers=20, fetches=range(count))
     for index in data.draw(st.permutations(range(count))):
         assert not task.outcomes
         task.arrive(f"edge {index}", ONE)
@@ -476,7 +476,7 @@ def test_a_long_chain_of_waits() -> None:
     count = 1000
     items = [Recv(f"e{n}", PS_0, (n,), (("f32", ()),), (n - 1,) if n else ()) for n in range(count)]
     task = Task(*calls([], 1))
-    task.start(*items, call(0, *range(count), gives=count), slots=count + 1, fetches=(count,))
+    task.start(*items, call(0, *range(count), gives=count), registers=count + 1, fetches=(count,))
     for n in range(count):
         assert not task.outcomes
         task.arrive(f"e{n}", ONE)

@@ -39,7 +39,7 @@ def test_the_plan_of_a_parameter_server() -> None:
     assert list(lowered) == [WORKER, PS_0]
     assert lowered[PS_0].plan == Plan(
         task=PS_0,
-        slots=2,
+        registers=2,
         items=(
             Read(keys=("w!",), gives=(0,)),
             Send(edge="w", destination=WORKER, takes=(0,)),
@@ -58,7 +58,7 @@ def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
     assert plan.feeds == (0, 1)
     received, product = 2, 3
     assert plan.fetches == (product, 0, 1)
-    assert plan.slots == 4
+    assert plan.registers == 4
     assert plan.items == (
         Call(program=0, writes=("steps!",), reads=(), takes=(), gives=(), asynchronous=True),
         Recv(edge="w", source=PS_0, gives=(received,), types=(("f32", (3,)),)),
