@@ -17,7 +17,7 @@ from dflow.distributed.wire import codec
 from dflow.distributed.wire.messages.message import Message
 from tests.effort import examples
 from tests.fuzz.__main__ import verdict
-from tests.fuzz.scripts import MESSAGES, PLAN, Script, hello, numbered, packed, script
+from tests.fuzz.scripts import MESSAGES, PLAN, Script, hello, numbered, packed
 from tests.fuzz.siege import Tally, Victim, besiege, send_script
 from tests.fuzz.values import ENCODER, struct_of
 
@@ -48,13 +48,6 @@ def test_a_coordinator_minds_no_frames_either(tmp_path: Path) -> None:
         for number in range(3):
             besiege(coordinator, number, examples(400), tally)
     assert verdict(tally, 0) == 0
-
-
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.randoms(use_true_random=False))
-def test_a_task_minds_no_script(victim: Victim, rng: random.Random) -> None:
-    send_script(victim.address, script(rng))
-    victim.check()
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))

@@ -23,18 +23,18 @@ def test_a_signal_gives_its_exit_status(tmp_path: Path, number: signal.Signals, 
         assert spawned.finish() == (0, f"ready\n({status}, '')\n")
 
 
-def test_a_fault_of_its_own_gives_1_and_the_first_text(tmp_path: Path) -> None:
-    extra = "threading.Thread(target=lambda: (stop.stop('lost'), stop.stop('again'))).start()"
+@pytest.mark.parametrize(
+    ("extra", "output"),
+    [
+        ("threading.Thread(target=lambda: (stop.stop('first'), stop.stop('again'))).start()", "(1, 'first')\n"),
+        ("print(stop.wait(0.01)); stop.stop('over')", "None\n(1, 'over')\n"),
+        (
+            "import signal as s; s.signal(s.SIGUSR2, lambda *_: stop.stop('told')); s.raise_signal(s.SIGUSR2)",
+            "(1, 'told')\n",
+        ),
+    ],
+    ids=["fault", "deadline", "another signal"],
+)
+def test_without_such_a_signal_a_fault_or_the_deadline_ends_the_wait(tmp_path: Path, extra: str, output: str) -> None:
     with Spawned("-c", WAIT.format(extra=extra), cwd=tmp_path) as spawned:
-        assert spawned.finish() == (0, "ready\n(1, 'lost')\n")
-
-
-def test_without_a_signal_the_wait_ends_at_its_time(tmp_path: Path) -> None:
-    with Spawned("-c", WAIT.format(extra="print(stop.wait(0.01)); stop.stop('over')"), cwd=tmp_path) as spawned:
-        assert spawned.finish() == (0, "ready\nNone\n(1, 'over')\n")
-
-
-def test_a_signal_with_a_handler_of_its_own_ends_no_wait(tmp_path: Path) -> None:
-    extra = "import signal; signal.signal(signal.SIGUSR2, lambda *_: stop.stop('told'))"
-    with Spawned("-c", WAIT.format(extra=extra + "; signal.raise_signal(signal.SIGUSR2)"), cwd=tmp_path) as spawned:
-        assert spawned.finish() == (0, "ready\n(1, 'told')\n")
+        assert spawned.finish() == (0, f"ready\n{output}")

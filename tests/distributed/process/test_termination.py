@@ -54,16 +54,6 @@ def test_between_steps_the_loop_ends_at_once() -> None:
     assert (told(source), source.left) == ([(3, False)], [REASON])
 
 
-def test_in_the_body_of_the_programs_loop_the_steps_are_reported_too() -> None:
-    source = Scripted(range(16))
-    run = scripted(source).run(lambda number: number, itertools.count(), steps=1000)
-    assert [next(run) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(SystemExit):
-        terminate()
-    run.close()  # type: ignore[attr-defined]
-    assert told(source) == [(3, False)]
-
-
 def in_a_step(step: Callable[[], None]) -> None:
     """Call a step of a loop."""
     with held_back_in_steps() as guard, guard.step():
@@ -147,19 +137,3 @@ def test_a_signal_that_a_loop_held_back_ends_the_program_when_the_loop_is_left(m
         if number == 5:
             break
     assert raised == [(signal.SIGTERM, signal.SIG_DFL)]
-
-
-def test_a_loop_that_the_signal_has_ended_is_not_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    raised: list[int] = []
-    monkeypatch.setattr(signal, "raise_signal", raised.append)
-
-    def loop() -> Iterator[int]:
-        with held_back_in_steps():
-            yield from itertools.count()
-
-    run = loop()
-    assert next(run) == 0
-    with pytest.raises(SystemExit):
-        terminate()
-    run.close()  # type: ignore[attr-defined]
-    assert raised == []

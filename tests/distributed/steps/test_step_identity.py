@@ -1,4 +1,4 @@
-"""Numbers of steps that a process began and that have not ended."""
+"""Numbers of steps: those of a life of a task, and those that a process began and that have not ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 
 from dflow.distributed.steps.plan_checks import MAX_UNFINISHED, check_step_of_run
 from dflow.distributed.steps.step_identity import LoopSteps
+from dflow.distributed.steps.step_starter import first_of_a_life
+from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import StepEnded, TaskLost, WireError
@@ -49,3 +51,10 @@ def test_a_run_is_forgotten_with_its_last_loop_unless_a_step_has_not_ended() -> 
         steps.loop_ended(again)
         assert steps._unfinished == {}
         worker.close()
+
+
+def test_a_life_begins_beyond_all_steps_of_the_one_before() -> None:
+    first, second = first_of_a_life(), first_of_a_life()
+    assert second - first >= STEPS_OF_A_LIFE
+    assert StepId("/job:ps/task:0", second + 7).place == 7
+    assert second + STEPS_OF_A_LIFE < 1 << 63

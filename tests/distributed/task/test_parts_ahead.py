@@ -131,16 +131,6 @@ def test_a_part_ahead_begins_after_another_step_with_values_of_its_update(cluste
     assert read(cluster) == [3, 3, 3]
 
 
-def test_a_step_begins_at_once_if_the_one_before_has_ended(cluster: Cluster) -> None:
-    client = Client(cluster)
-    handle = client.register(cluster, *FETCH, *UPDATE)
-    client.run(handle, 1)
-    client.give(1)
-    assert sorted(client.next(2)) == [("report", 1), ("values", 1)]
-    client.run(handle, 2, ahead=Ahead(1, is_next=True))
-    assert client.next() == [("values", 2)]
-
-
 def test_two_steps_ahead_after_the_same_step_are_refused(cluster: Cluster) -> None:
     client = Client(cluster)
     handle = client.register(cluster, *FETCH, *UPDATE)

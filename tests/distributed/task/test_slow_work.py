@@ -129,26 +129,6 @@ def test_a_worker_that_registers_many_plans_keeps_no_other_from_registering_one(
     assert all(isinstance(each.wait(DEADLINE_S).message, Registered) for each in (one, *many))
 
 
-def test_a_program_that_another_worker_sent_first_is_compiled_for_whoever_is_next(
-    compilations: Compilations, make_cluster: MakeCluster
-) -> None:
-    """The first worker would compile it after its other programs."""
-    cluster = make_cluster()
-    first, second = cluster.reach_ps(CLIENTS[1]), cluster.reach_ps(CLIENTS[2])
-    many = [register(first, b"%d" % number) for number in range(8)]
-    compilations.until_begun(2)
-    until(lambda: sum(map(len, cluster.ps.plans.compiling._waiting.values())) == 6)
-    last = next(b"%d" % n for n in range(7, 0, -1) if b"%d" % n not in compilations.began)
-    again = register(second, last)
-    until(lambda: CLIENTS[2] in cluster.ps.plans.compiling._waiting)
-    compilations.may_end.release(2)
-    compilations.until_begun(4)
-    assert last in compilations.began[:4]
-    compilations.may_end.release(MANY)
-    assert all(isinstance(each.wait(DEADLINE_S).message, Registered) for each in (again, *many))
-    assert len(compilations.began) == 8
-
-
 def test_closing_waits_for_no_compilation(compilations: Compilations, make_cluster: MakeCluster) -> None:
     cluster = make_cluster()
     asked = [register(cluster.client, b"%d" % number) for number in range(MANY)]

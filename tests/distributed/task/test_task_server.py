@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from dflow.distributed.synchronous.round_messages import LeaveRounds, NextRound, ProposeRounds
 from dflow.distributed.task.arrivals import Arrival
 from dflow.distributed.task.request_queues import MOST_OF_A_TASK
-from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.message import Message
@@ -25,7 +23,6 @@ from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.wire.messages.variables import (
     ForgetState,
     ReadVariables,
-    VariablesCreated,
     WriteVariable,
 )
 from dflow.tracing import errors
@@ -33,7 +30,6 @@ from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.resource_op import ResourceOp
 from tests.distributed.task.served_tasks import (
     CLIENT,
-    CLIENTS,
     ONES,
     WORKER,
     Cluster,
@@ -43,21 +39,6 @@ from tests.distributed.task.served_tasks import (
     roster,
 )
 from tests.distributed.transports import DEADLINE_S, Recorder, reach
-
-
-def test_the_first_to_create_wins_and_the_rest_find_it(cluster: Cluster) -> None:
-    clients = [cluster.reach_ps(name) for name in CLIENTS[1:]]
-
-    def ask(client: Peer, number: int) -> Message:
-        return client.call(creation(ONES), encode_array(number * ONES), timeout_s=DEADLINE_S).message
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, clients, range(8))) == [VariablesCreated()] * 8
-    first = read(cluster)
-    assert first in [[number] * 3 for number in range(8)]
-    create(cluster, value=9 * ONES)
-    assert read(cluster) == first
-
 
 REFUSED: list[tuple[Message, Callable[[], bytes], type[Exception], str]] = [
     (ReadVariables(("v",)), bytes, errors.VariableError, "no variable 'v'"),

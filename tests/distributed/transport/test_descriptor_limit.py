@@ -44,11 +44,3 @@ def test_a_process_that_may_open_few_files_takes_few_connections_and_says_so(tmp
             transport.connect(address, name="worker", handler=RefuseAll(), who="ps", timeout_s=0.5)
         for peer in peers:
             peer.close()
-
-
-def test_more_than_a_thousand_tasks_fit_one_listener() -> None:
-    transport = SocketTransport()
-    listener = transport.listen("127.0.0.1:0", name="ps", handler=RefuseAll())
-    for _ in range(1030):
-        transport.connect(listener.address, name="worker", handler=RefuseAll(), who="ps", timeout_s=DEADLINE_S)
-    listener.close()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflow.distributed.transport.base import Handler, Listener, Peer, RefuseAll, Reply, Responder
+from dflow.distributed.transport.base import Handler, Listener, Peer, RefuseAll, Responder
 from dflow.distributed.transport.link import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.wire.large_message import pack
 from dflow.distributed.wire.messages.basic import Failure, Introduce, Ok
@@ -69,17 +69,6 @@ def test_replies_and_notices_of_a_handler_keep_their_order(serve: Serve) -> None
     peer, client = serve(Recorder(announce))
     peer.call(Ok(), timeout_s=DEADLINE_S)
     assert [client.notices.get_nowait()[0] for _ in range(50)] == [Registered(n) for n in range(50)]
-
-
-def test_each_reply_reaches_its_own_call(serve: Serve) -> None:
-    peer, _ = serve(Recorder(echo))
-
-    def ask(number: int) -> bool:
-        reply = peer.call(Registered(number), str(number).encode(), timeout_s=DEADLINE_S)
-        return reply.message == Registered(number) and bytes(reply.payload) == str(number).encode()
-
-    with ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(ask, range(500)))
 
 
 def test_replies_may_come_later_from_another_thread_in_any_order(serve: Serve) -> None:
@@ -173,18 +162,6 @@ def test_a_call_without_an_answer_ends_at_its_deadline(serve: Serve) -> None:
     peer, _ = serve(Recorder(hold(threading.Event())))
     with pytest.raises(errors.DeadlineExceeded, match=r"server did not answer ReadVariables of client within 0\.05 s"):
         peer.call(ReadVariables(("w",)), timeout_s=0.05)
-
-
-def test_callbacks_get_the_reply_or_the_error(serve: Serve) -> None:
-    peer, _ = serve(Recorder(echo))
-    outcomes: list[Reply | BaseException] = []
-    done = threading.Semaphore(0)
-    for message in (Ok(), Failure("TaskLost", "gone")):
-        peer.start(message, on_reply=lambda outcome: (outcomes.append(outcome), done.release()))
-        assert done.acquire(timeout=DEADLINE_S)
-    assert isinstance(outcomes[0], Reply)
-    assert outcomes[0].message == Ok()
-    assert isinstance(outcomes[1], errors.TaskLost)
 
 
 def test_closing_ends_the_waiting_calls(serve: Serve) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS, Address
-from dflow.distributed.transport.base import Peer, Responder
 from dflow.distributed.transport.framing import HEADER, MAGIC
 from dflow.distributed.transport.link import Kind, Limits
 from dflow.distributed.transport.security.policy import SameMachine, Secured
@@ -251,18 +249,6 @@ def test_a_server_of_another_version_is_refused_at_once() -> None:
         thread.join(DEADLINE_S)
 
 
-def test_connecting_waits_for_the_listener_to_appear() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        address = f"127.0.0.1:{sock.getsockname()[1]}"
-    peers: list[Peer] = []
-    thread = threading.Thread(target=lambda: peers.append(reach(SocketTransport(), address, Recorder())))
-    thread.start()
-    listener = SocketTransport().listen(address, name="late", handler=Recorder())
-    thread.join(DEADLINE_S)
-    assert peers[0].name == "late"
-    listener.close()
-
-
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "192.0.2.1:80", "example.com:80", "[::]:0", ":0"])
 def test_only_loopback_is_used(address: str) -> None:
     remedy = r"dflow certs init DIR(.|\n)*dflow certs issue(.|\n)*dflow certs secret"
@@ -289,19 +275,6 @@ def test_a_message_whose_sending_is_interrupted_arrives_once(monkeypatch: pytest
         peer.notify(Placed("first"))
     peer.notify(Placed("second"))
     assert [server.notice()[0] for _ in range(2)] == [Placed("first"), Placed("second")]
-    listener.close()
-
-
-def test_responses_after_the_asker_left_are_dropped() -> None:
-    held: queue.SimpleQueue[Responder] = queue.SimpleQueue()
-    recorder = Recorder(lambda peer, message, payload, responder: held.put(responder))
-    listener = listen(Limits(), recorder)
-    peer = reach(SocketTransport(), listener.address, Recorder())
-    peer.start(Ok())
-    responder = held.get(timeout=DEADLINE_S)
-    peer.close()
-    recorder.close_reason()
-    responder.reply(Ok())
     listener.close()
 
 

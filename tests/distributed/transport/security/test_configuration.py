@@ -1,4 +1,4 @@
-"""The policy of a process, from arguments or the environment."""
+"""The policy of a process, from arguments or the environment, and the files with its keys and secrets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflow.distributed.transport.security.configuration import choose_security
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SameMachine
 from dflow.distributed.transport.security.shared_secret import SharedSecret
-from dflow.tracing.errors import ConfigError
+from dflow.tracing.errors import ConfigError, SecurityError
 
 
 def test_without_settings_only_this_machine_connects() -> None:
@@ -42,3 +42,20 @@ def test_the_environment_or_an_argument_names_the_certificates(tmp_path: Path) -
         choose_security(environment | {"DFLOW_SECRET_FILE": "x"})
     with pytest.raises(ConfigError, match="are both given; give one of them"):
         choose_security({}, certificates=folder, secret_file=folder)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_key_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"")
+    key.chmod(mode)
+    with pytest.raises(SecurityError, match=rf"may be used by others \(its mode is {mode:04o}\)\n  at .*\n  chmod 600"):
+        MutualTls(key, key, key)
+    with pytest.raises(SecurityError, match="chmod 600"):
+        SharedSecret(key)
+
+
+def test_a_pipe_is_no_key_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(SecurityError, match="pipe is not a plain file"):
+        SharedSecret(tmp_path / "pipe")

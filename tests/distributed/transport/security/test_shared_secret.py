@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from pathlib import Path
 
 import pytest
 
+from dflow.distributed.transport.addresses import UnixAddress
 from dflow.distributed.transport.security.certificates import self_signed
-from dflow.distributed.transport.security.policy import Secured
-from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed
+from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
+from dflow.distributed.transport.stream import Stream
+from dflow.tracing.errors import DeadlineExceeded, DflowError, SecurityError, TransportClosed
 from tests.distributed.transport.security.secured_pairs import (
     NOW,
     YEAR,
@@ -18,6 +21,7 @@ from tests.distributed.transport.security.secured_pairs import (
     dial,
     in_thread,
     outcome,
+    policy,
     receive,
     secret,
     send_all,
@@ -84,3 +88,22 @@ def test_a_challenge_that_stalls_or_drips_ends_at_its_deadline(tmp_path: Path, s
 def _as_error(found: Secured | BaseException) -> BaseException:
     assert isinstance(found, BaseException)
     return found
+
+
+def test_certificates_and_a_secret_do_not_mix(tmp_path: Path, connect: Connect) -> None:
+    ends = connect(secret(tmp_path), policy(tmp_path, "ps"))
+    assert isinstance(ends.server, SecurityError)
+    assert isinstance(ends.client, DflowError)
+    ends = connect(policy(tmp_path, "worker"), secret(tmp_path))
+    assert isinstance(ends.client, SecurityError)
+
+
+def test_a_unix_socket_of_the_same_user_needs_neither(both: SecurityPolicy) -> None:
+    one, two = socket.socketpair(socket.AF_UNIX)
+    with one, two:
+        for secured in (
+            dial(both, one, UnixAddress("/x")),
+            serve(both, two, UnixAddress("/x")),
+        ):
+            assert type(secured.stream) is Stream
+            both.may_be_called(secured.identity, "anyone")
