@@ -16,6 +16,7 @@ from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.decisions import Decisions
 from dflow.distributed.coordinator.progress_watch import ProgressWatch
 from dflow.distributed.coordinator.task_totals import TaskTotals
+from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
 from dflow.distributed.snapshots.recovery import Recovery
 from dflow.distributed.snapshots.step_pauses import StepPauses
 from dflow.distributed.training.reported_results import ReportedResults
@@ -30,6 +31,7 @@ COORDINATOR_PARTS: tuple[type[CoordinatorPart], ...] = (
     Barriers,
     StepComparisons,
     StepPauses,
+    ClusterSnapshots,
     Recovery,
     ProcessGroups,
     ReportedResults,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from dflow.distributed.client.coordinator_client import BARRIER_GRACE_S, CoordinatorClient
-from dflow.distributed.snapshots.recovery_waits import RECOVERY_S
+from dflow.distributed.snapshots.recovery import RECOVERY_S
 from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery, Recovered
 from dflow.distributed.snapshots.unsaved_state import UnsavedState
 from dflow.distributed.snapshots.used_state import UsedState

@@ -89,7 +89,7 @@ class CoordinatorPart:
         """The coordinator has started."""
         return []
 
-    def on_join(self, task: str, peer: int, is_known: bool, core: CoordinatorCore) -> Sequence[Command]:
+    def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """A task has joined, as the process `is_known` from before or as another one."""
         return []
 

@@ -267,7 +267,7 @@ class CoordinatorState:
         change = self._members.changes_since(join.since) if is_known and join.since else None
         commands = [SendReply(received.ask, change or self._members.roster()), *self._follow(received.at_s, decided)]
         for part in self._core.parts:
-            commands += part.on_join(join.task, received.peer, is_known, self._core)
+            commands += part.on_join(join.task, received.peer, is_known, received.at_s, self._core)
         return commands
 
     def _refuse_newer(self, received: Received, join: Join, missing: str) -> list[Command]:

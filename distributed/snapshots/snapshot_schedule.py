@@ -31,8 +31,8 @@ class SnapshotSchedule:
         self.changes = self.saved_changes = 0
         #: Number of attempts that failed since the newest complete snapshot.
         self.failures = 0
-        #: Time before which none begins; the time to the next attempt, if one has just failed.
-        self._not_before_s, self._retry_s = -math.inf, math.nan
+        #: Time before which none begins.
+        self._not_before_s = -math.inf
         #: When the attempts since the newest complete snapshot began to lack each name; whether the log has them.
         self._lacking_s: dict[str, float] = {}
         self._is_told = False
@@ -51,22 +51,18 @@ class SnapshotSchedule:
 
     def allow(self) -> None:
         """Let the next attempt begin, however the last ones ended."""
-        self._not_before_s, self._retry_s = -math.inf, math.nan
+        self._not_before_s = -math.inf
 
     def begin(self, at_s: float) -> None:
         """Note the beginning of an attempt."""
         self._began_s = at_s
 
-    def failed(self, least_s: float) -> float:
-        """Note that an attempt failed; return the time to the next in s, at least `least_s`. `go_on` must follow."""
-        self._retry_s = max(least_s, min(self.every_s, RETRY_S * 2**self.failures))
+    def failed(self, at_s: float, least_s: float) -> float:
+        """Note that an attempt failed; return the time to the next in s, at least `least_s`."""
+        retry_s: float = max(least_s, min(self.every_s, RETRY_S * 2**self.failures))
         self.failures += 1
-        return self._retry_s
-
-    def go_on(self, at_s: float) -> None:
-        """Set the time of the next attempt, after one that failed."""
-        if not math.isnan(self._retry_s):
-            self._not_before_s, self._retry_s = at_s + self._retry_s, math.nan
+        self._not_before_s = at_s + retry_s
+        return retry_s
 
     def lacking(self, names: Collection[str], at_s: float) -> str:
         """Note the names that an attempt lacked; once, return a text of the names that were lacking for `LACKING_S`."""

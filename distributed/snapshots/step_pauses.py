@@ -36,7 +36,14 @@ class StepPauses(CoordinatorPart):
     requests: ClassVar[Requests[StepPauses]] = HandlerTable()
     notices: ClassVar[Notices[StepPauses]] = HandlerTable()
 
-    def __init__(self) -> None:
+    @classmethod
+    def of(cls, core: CoordinatorCore) -> StepPauses:
+        """Make the part."""
+        return cls(core.members.connections)
+
+    def __init__(self, live: Callable[[], Mapping[str, int | None]]) -> None:
+        #: Returns the connections of the live tasks, None for tasks that are away.
+        self._live = live
         #: Whether no step of a dead worker, or one that failed, may be applied on some tasks only, for all but the task
         #: that asks for a pause; of each part that knows of such steps.
         self.is_clear: list[Callable[[str], bool]] = []
@@ -56,8 +63,7 @@ class StepPauses(CoordinatorPart):
 
     @requests.handles(ResumeSteps)
     def _resume(self, request: ResumeSteps, received: Received) -> Sequence[Command]:
-        live = received.core.members.connections()
-        were_paused, commands = self.resume(request.task, request.number, live)
+        were_paused, commands = self.resume(request.task, request.number)
         return [*commands, SendReply(received.ask, StepsResumed(were_paused))]
 
     @notices.handles(StepsHeld)
@@ -65,19 +71,19 @@ class StepPauses(CoordinatorPart):
         self.held(report.task, report.number)
         return []
 
-    def on_join(self, task: str, peer: int, is_known: bool, core: CoordinatorCore) -> Sequence[Command]:
+    def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """Have a task hold its steps while a pause is on."""
         return self.joined(task, peer)
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
         """End the pauses of tasks that have left."""
-        return [command for one in left for command in self.leave(one.task, core.members.connections())]
+        return [command for one in left for command in self.leave(one.task)]
 
     def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """Begin the next pause, or answer the request for the present one, if it is time."""
         if not self._requests:
             return []
-        return self.go_on(core.members.connections(), all(is_clear(self.first) for is_clear in self.is_clear))
+        return self.go_on(all(is_clear(self.first) for is_clear in self.is_clear))
 
     @property
     def reached(self) -> str:
@@ -98,7 +104,7 @@ class StepPauses(CoordinatorPart):
         """Whether the task waits for a pause, or is in one."""
         return task in self._requests
 
-    def ask(self, task: str, ask: int | None = None, *, is_urgent: bool = False) -> list[SendReply]:
+    def ask(self, task: str, ask: int | None = None, *, is_urgent: bool = False) -> list[Command]:
         """Handle a task's request for a pause, or the same one again. `go_on` must follow.
 
         is_urgent  whether it comes before the other requests, and does not wait until what dead workers left is done
@@ -111,20 +117,19 @@ class StepPauses(CoordinatorPart):
         is_again = self._is_reached and task == self.first
         return [SendReply(ask, StepsPaused(self._number))] if is_again and ask is not None else []
 
-    def go_on(self, live: Mapping[str, int | None], is_clear: bool) -> list[Broadcast | SendReply]:
+    def go_on(self, is_clear: bool) -> list[Command]:
         """Begin the next pause, or answer the request for the present one, if it is time.
 
-        live      the connections of the live tasks, None for tasks that are away
         is_clear  whether no step of a dead worker, or one that failed, may be applied on some tasks only
         """
-        commands: list[Broadcast | SendReply] = []
+        commands: list[Command] = []
         is_clear = is_clear or self.first == self._urgent
         if self._requests and not self.is_on and is_clear:
             self._number += 1
-            self.is_on, self._is_broken, self._waits_for = True, False, {*live}
-            commands = [self._hold(live)]
+            self.is_on, self._is_broken, self._waits_for = True, False, {*self._live()}
+            commands = [self._hold(self._live())]
         elif self.is_on and not self._is_reached and not is_clear:
-            return self._end(live)
+            return self._end()
         if self.is_on and not self._is_reached and not self._waits_for:
             self._is_reached = True
             if (ask := self._requests[self.first]) is not None:
@@ -136,14 +141,12 @@ class StepPauses(CoordinatorPart):
         if number == self._number:
             self._waits_for.discard(task)
 
-    def resume(
-        self, task: str, number: int, live: Mapping[str, int | None]
-    ) -> tuple[bool, list[Broadcast | SendReply]]:
+    def resume(self, task: str, number: int) -> tuple[bool, list[Command]]:
         """End the pause of a task; return whether steps were paused until now. `go_on` must follow."""
         were_paused = self._is_reached and not self._is_broken and (task, number) == (self.first, self._number)
-        return were_paused, self.withdraw(task, live)
+        return were_paused, self.withdraw(task)
 
-    def joined(self, task: str, peer: int) -> list[Broadcast | SendReply]:
+    def joined(self, task: str, peer: int) -> list[Command]:
         """Have a task that joins, or joins again, hold its steps while a pause is on."""
         if not self.is_on:
             return []
@@ -151,27 +154,27 @@ class StepPauses(CoordinatorPart):
         self._waits_for.add(task)
         return [self._hold({task: peer})]
 
-    def remind(self, live: Mapping[str, int | None]) -> list[Broadcast]:
+    def remind(self) -> list[Command]:
         """Ask the tasks again to hold their steps, such as steps that wait for a queue since the pause began."""
-        return [self._hold(live)] if self.is_on and not self._is_reached else []
+        return [self._hold(self._live())] if self.is_on and not self._is_reached else []
 
-    def leave(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
+    def leave(self, task: str) -> list[Command]:
         """Handle a task that has left. `go_on` must follow."""
         self._waits_for.discard(task)
-        return self.withdraw(task, live)
+        return self.withdraw(task)
 
-    def withdraw(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
+    def withdraw(self, task: str) -> list[Command]:
         """End the pause of a task, or withdraw its request for one. `go_on` must follow."""
         is_its_own = self.is_on and task == self.first
         self._requests.pop(task, None)
-        return self._end(live) if is_its_own else []
+        return self._end() if is_its_own else []
 
-    def _end(self, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
+    def _end(self) -> list[Command]:
         self.is_on = self._is_reached = False
         self._waits_for = set()
         if self._urgent in self._requests:
             self._requests = {self._urgent: self._requests.pop(self._urgent), **self._requests}
-        return [_broadcast(live, HoldSteps(0))]
+        return [_broadcast(self._live(), HoldSteps(0))]
 
     def _hold(self, live: Mapping[str, int | None]) -> Broadcast:
         return _broadcast(live, HoldSteps(self._number, self.first == self._urgent))

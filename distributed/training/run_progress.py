@@ -15,7 +15,7 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import Command, Log
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
 from dflow.distributed.training.plan_messages import TrainingPlan
 from dflow.distributed.training.work_messages import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.handler_table import HandlerTable
@@ -66,7 +66,7 @@ class RunProgress(CoordinatorPart):
 
     @notices.handles(RoundsDone)
     def _note_rounds(self, report: RoundsDone, received: Received) -> Sequence[Command]:
-        self.note_rounds(report, received.core.part(Recovery).undone)
+        self.note_rounds(report, received.core.part(ClusterSnapshots).counted.undone)
         return []
 
     @notices.handles(TrainingPlan)

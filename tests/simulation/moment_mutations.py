@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from dflow.distributed.coordinator import coordinator, coordinator_state, surviving_store
-from dflow.distributed.snapshots import return_attempt
+from dflow.distributed.snapshots import recovery
 from dflow.distributed.snapshots.resumption import SNAPSHOT
 from tests.simulation.planting import Mutation, giving
 from tests.simulation.programs import SNAPSHOTS
@@ -73,8 +73,8 @@ MOMENT_MUTATIONS = (
     ),
     _planted(
         "a return does not wait for a task that ended in it",
-        return_attempt.ReturnAttempt,
-        "repeat",
+        recovery.Recovery,
+        "_repeat",
         giving(False),
         "none lost",
         "kill=ps:1@2.5+0.5,at=restore*2/ps:0+0.7",

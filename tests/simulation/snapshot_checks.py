@@ -25,7 +25,8 @@ import numpy as np
 
 from dflow.distributed.asynchronous.step_claims import StepClaims
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
-from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
+from dflow.distributed.snapshots.recovery import Recovery, ReturnPhase
 from dflow.distributed.snapshots.resumption import Snapshot
 from dflow.distributed.snapshots.snapshot_messages import (
     CaptureState,
@@ -96,8 +97,7 @@ class SnapshotChecks(Checks, ABC):
 
     def refused(self, why: str) -> None:
         """The coordinator refuses to restore lost state."""
-        recovery = self.state.part(Recovery)
-        committed = recovery._committed
+        committed = self.state.part(ClusterSnapshots).committed
         if "the lost state is not restored: " not in why:
             return  # the worker has left
         is_damaged = any((short_task_name(task), committed.number) in self.disks.damaged for task in committed.tasks)
@@ -107,7 +107,7 @@ class SnapshotChecks(Checks, ABC):
 
     def tells(self, message: Message) -> None:
         """The coordinator is about to send a message to a task."""
-        committed = self.state.part(Recovery)._committed
+        committed = self.state.part(ClusterSnapshots).committed
         if isinstance(message, SnapshotCommitted) and message.number not in self._committed:
             self._check_commit()
         elif isinstance(message, StateRestored):
@@ -132,7 +132,7 @@ class SnapshotChecks(Checks, ABC):
         recovery = self.state.part(Recovery)
         if (
             not isinstance(message, ClaimSteps | StepsDone | RoundsDone)
-            or recovery._is_returning
+            or recovery.is_returning
             or self.state._directory.lost()
         ):
             return
@@ -142,7 +142,7 @@ class SnapshotChecks(Checks, ABC):
             self.require(not missing, "none lost", f"steps {missing} count as done, and {name!r} does not have them")
 
     def _check_commit(self) -> None:
-        committed, found = self.state.part(Recovery)._committed, dict[str, Any]()
+        committed, found = self.state.part(ClusterSnapshots).committed, dict[str, Any]()
         for task in committed.tasks:
             host = short_task_name(task)
             if (host, committed.number) in self.disks.damaged:
@@ -204,7 +204,9 @@ class SnapshotChecks(Checks, ABC):
             member = self.tasks.member(host)
             if member is None or members.process(member.name) != str(member.process):
                 return False
-        return not recovery._is_returning and (not self.state._directory.lost() or bool(recovery._hopeless))
+        return not recovery.is_returning and (
+            not self.state._directory.lost() or recovery.phase is ReturnPhase.HOPELESS
+        )
 
     def end(self, statistics: Mapping[str, TaskStatistics]) -> None:
         """Check the final state: all steps have ended, and no event is pending."""
@@ -214,7 +216,7 @@ class SnapshotChecks(Checks, ABC):
             parts = sorted(part.name for part in self.disks.part(host, 0).parent.iterdir())
             self.require(len(parts) <= 3, "bounded", f"{host} keeps {parts}")
         if self.state._directory.lost():
-            self.refused(f"the lost state is not restored: {self.state.part(Recovery)._hopeless}")
+            self.refused(f"the lost state is not restored: {self.state.part(Recovery).why}")
         else:
             self._check_one_moment("at the end", self.present())
 

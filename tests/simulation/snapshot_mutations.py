@@ -8,7 +8,7 @@ import msgspec
 
 from dflow.distributed.asynchronous import claimed_run, step_claims
 from dflow.distributed.coordinator import variable_directory
-from dflow.distributed.snapshots import recovery, snapshot_attempt, task_snapshots
+from dflow.distributed.snapshots import cluster_snapshots, recovery, task_snapshots
 from dflow.distributed.snapshots.snapshot_messages import CaptureState, StateCaptured
 from dflow.distributed.steps import retries, step_gate
 from dflow.lowering.state import applied_steps
@@ -32,14 +32,15 @@ _AT_ONCE = "at=registration*2/ps:0+0.7"
 #: Steps take longer than their deadline.
 _LOSSES = "loss=0.3,mixed=0.3,breaks=0.2"
 
-_RECOVERY, _ATTEMPT = recovery.Recovery, snapshot_attempt.SnapshotAttempt
+_RECOVERY, _ATTEMPT = recovery.Recovery, cluster_snapshots.SnapshotAttempt
+_SNAPSHOTS = cluster_snapshots.ClusterSnapshots
 _PARTS = task_snapshots.TaskSnapshots
 
 
 def _no_part_awaited(original: Any) -> Any:
     def captured(self: Any, report: Any) -> None:
         original(self, report)
-        self._unwritten.clear()
+        self.unwritten.clear()
 
     return captured
 
@@ -47,26 +48,25 @@ def _no_part_awaited(original: Any) -> Any:
 def _no_capture_awaited(original: Any) -> Any:
     def captured(self: Any, report: Any) -> None:
         original(self, report)
-        self._uncaptured.clear()
-        self._names.update(self.snapshot.names)
+        self.uncaptured.clear()
+        self.names.update(self.snapshot.names)
 
     return captured
 
 
 def _ledger_of_the_commit(original: Any) -> Any:
-    def snapshot_on(self: Any, at_s: float) -> Any:
-        if (attempt := self._attempt) is not None and attempt.is_written:
-            attempt.snapshot = msgspec.structs.replace(attempt.snapshot, copies=self._core.copies())
+    def commit(self: Any, at_s: float) -> Any:
+        self._attempt.snapshot = msgspec.structs.replace(self._attempt.snapshot, copies=self._core.copies())
         return original(self, at_s)
 
-    return snapshot_on
+    return commit
 
 
 def _only_the_first(original: Any) -> Any:
     def load(self: Any, tasks: Any) -> Any:
-        if not self._return.is_setting:
+        if self.phase is not recovery.ReturnPhase.SETTING:
             return original(self, tasks)
-        self._return._left.intersection_update([*tasks][:1])
+        self._left.intersection_update([*tasks][:1])
         return original(self, [*tasks][:1])
 
     return load
@@ -74,10 +74,11 @@ def _only_the_first(original: Any) -> Any:
 
 def _the_newest(original: Any) -> Any:
     def load(self: Any, tasks: Any) -> Any:
-        committed = self._committed
-        self._committed = msgspec.structs.replace(committed, number=self._counted.number)
+        snapshots = self._snapshots
+        committed = snapshots.committed
+        snapshots.committed = msgspec.structs.replace(committed, number=snapshots.counted.number)
         commands = original(self, tasks)
-        self._committed = committed
+        snapshots.committed = committed
         return commands
 
     return load
@@ -89,7 +90,7 @@ def _none_freed(original: Any) -> Any:
 
 def _without_reading(original: Any) -> Any:
     def load(self: Any, tasks: Any) -> Any:
-        self._return.is_setting = True
+        self.phase = recovery.ReturnPhase.SETTING
         return original(self, tasks)
 
     return load
@@ -136,7 +137,7 @@ def _captured_after_the_report(original: Any) -> Any:
 
 
 def _successful(original: Any) -> Any:
-    return lambda self, report: original(self, msgspec.structs.replace(report, failure=""))
+    return lambda self, report, at_s: original(self, msgspec.structs.replace(report, failure=""), at_s)
 
 
 def _always_the_first(original: Any) -> Any:
@@ -156,10 +157,10 @@ SNAPSHOT_MUTATIONS = (
     _planted(
         "the pause ends before all have captured", _ATTEMPT, "captured", _no_capture_awaited, "one moment", "late=0.3"
     ),
-    _planted("a snapshot has a later ledger", _RECOVERY, "_snapshot_on", _ledger_of_the_commit, "one moment"),
+    _planted("a snapshot has a later ledger", _SNAPSHOTS, "_commit", _ledger_of_the_commit, "one moment"),
     _planted("one task alone returns", _RECOVERY, "_load", _only_the_first, "one moment", _DIES),
     _planted("a snapshot that is not committed is loaded", _RECOVERY, "_load", _the_newest, "none lost", _FULL),
-    _planted("a part that failed counts as written", _RECOVERY, "_take_written", _successful, "one moment", _FULL),
+    _planted("a part that failed counts as written", _SNAPSHOTS, "_take_written", _successful, "one moment", _FULL),
     _planted("a task returns once only", _PARTS, "_load", _always_the_first, "one moment", _TWICE),
     _planted("a task returns before others have read", _RECOVERY, "_load", _without_reading, "all read"),
     _planted("state made since is not freed", _PARTS, "_load", _none_freed, "one moment", _EARLY),

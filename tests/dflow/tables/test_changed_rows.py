@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
 from dflow.lowering.files.array_files import read_arrays
 from dflow.tables import changed_rows
 from dflow.testing import memory_cluster
@@ -300,11 +300,11 @@ def test_all_rows_are_yielded_after_a_return_to_a_snapshot(tmp_path: Path) -> No
             table = dflow.ShardedVariable(lambda: jnp.ones(SHAPE), name="table", track_changes=True)
         copy = Copy(table, "one")
         copy.renew()
-        recovery = tasks.coordinator._state.part(Recovery)
+        snapshots = tasks.coordinator._state.part(ClusterSnapshots)
         with tasks.worker.parameter_servers():
             later = dflow.Variable(0, name="later")
         assert later.read() == 0
-        until(lambda: "later" in recovery._committed.names)
+        until(lambda: "later" in snapshots.committed.names)
         table.scatter_add(jnp.array([1, 39]), jnp.ones((2, 2)))
         copy.renew()
         tasks.start_again(0)

@@ -59,21 +59,6 @@ class Numbered:
         return replies
 
 
-def test_one_worker_gets_the_steps_in_order() -> None:
-    ledger, first, sizes = Numbered(), 0, []
-    while True:
-        [reply] = ledger.claim(*asked(0, A, done=sizes[-1] if sizes else 0))
-        assert isinstance(reply.message, Claimed)
-        assert reply.message.first == first
-        if reply.message.count == 0:
-            break
-        sizes.append(reply.message.count)
-        first += reply.message.count
-    assert first == done_in(ledger.claims) == total_of(ledger.claims) == 100
-    assert sizes[:4] == [16, 16, 16, 13]
-    assert sizes[-1] == 1
-
-
 def test_claims_are_smaller_with_more_workers() -> None:
     ledger = Numbered()
     assert ledger.claim(*asked(1, A)) == [SendReply(1, Claimed(0, 16))]
@@ -91,33 +76,16 @@ def test_a_claim_ends_before_a_step_that_was_left_over() -> None:
     assert ledger.claim(*asked(5, A, done=11)) == [SendReply(5, Claimed(16, 1))]
 
 
-def numbered(
-    ask: int, task: str, number: int, last: int = 0, done: int = 0, total: int = 100
-) -> tuple[int, ClaimSteps]:
-    return ask, ClaimSteps("run", task, total, number, last, done)
-
-
 def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_back() -> None:
     ledger = StepClaims(DurableRecords())
-    ledger.claim(*numbered(1, A, 1))
-    given = ledger.claim(*numbered(2, B, 1))
+    ledger.claim(1, ClaimSteps("run", A, 100, 1))
+    first, second = ClaimSteps("run", B, 100, 1), ClaimSteps("run", B, 100, 2, 1, 10)
+    assert ledger.claim(2, first) == [SendReply(2, Claimed(16, 10))]
     ledger.leave({A: "killed"})
-    again = ledger.claim(*numbered(3, B, 1))
-    assert [reply.message for reply in again] == [reply.message for reply in given] == [Claimed(16, 10)]
-    assert ledger.claim(*numbered(4, B, 2, 1, 10)) == [SendReply(4, Claimed(0, 1))]
-    assert ledger.claim(*numbered(5, B, 2, 1, 10)) == [SendReply(5, Claimed(0, 1))]
+    assert ledger.claim(3, first) == [SendReply(3, Claimed(16, 10))]
+    for ask in (4, 5):
+        assert ledger.claim(ask, second) == [SendReply(ask, Claimed(0, 1))]
     assert done_in(ledger) == ledger.workers()[1].steps == 10
-
-
-def test_a_claim_that_comes_after_a_later_one_or_reports_one_that_is_not_known_is_refused() -> None:
-    ledger = StepClaims(DurableRecords())
-    ledger.claim(*numbered(1, A, 5))
-    [late] = ledger.claim(*numbered(2, A, 4))
-    assert isinstance(late.message, Failure)
-    assert "claim 4 of worker:0 came after its claim 5" in late.message.text
-    [unknown] = ledger.claim(*numbered(3, B, 3, last=2, done=1))
-    assert isinstance(unknown.message, Failure)
-    assert "worker:1 reports claim 2 in claim 3, and its newest is 0" in unknown.message.text
 
 
 def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
@@ -130,24 +98,23 @@ def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
     assert "a later claim of worker:1 has taken the place" in reply.message.text
 
 
-def test_another_number_of_steps_is_refused_with_both_numbers() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A, total=100))
-    [reply] = ledger.claim(*asked(2, B, total=50))
+@pytest.mark.parametrize(
+    ("claim", "text"),
+    [
+        (ClaimSteps("run", A, 100, 4), "claim 4 of worker:0 came after its claim 5"),
+        (ClaimSteps("run", A, 100, 6, 5, 17), "worker:0 reports 17 steps done of a claim of 16"),
+        (ClaimSteps("run", B, 100, 3, 2, 1), "worker:1 reports claim 2 in claim 3, and its newest is 0"),
+        (ClaimSteps("run", B, 50, 1), "it has 100 steps and worker:1 asks for 50"),
+        (ClaimSteps("other", B, -1, 1), "asks for -1 steps"),
+    ],
+)
+def test_a_claim_that_contradicts_what_is_known_is_refused(claim: ClaimSteps, text: str) -> None:
+    ledger = StepClaims(DurableRecords())
+    ledger.claim(1, ClaimSteps("run", A, 100, 5))
+    [reply] = ledger.claim(2, claim)
     assert isinstance(reply.message, Failure)
-    assert "it has 100 steps and worker:1 asks for 50" in reply.message.text
-    [reply] = ledger.claim(3, ClaimSteps("other", B, -1, 1))
-    assert isinstance(reply.message, Failure)
-    assert "asks for -1 steps" in reply.message.text
-    assert total_of(ledger.claims) == 100
-
-
-def test_more_done_than_claimed_is_refused() -> None:
-    ledger = Numbered()
-    ledger.claim(*asked(1, A))
-    [reply] = ledger.claim(*asked(2, A, done=17))
-    assert isinstance(reply.message, Failure)
-    assert "worker:0 reports 17 steps done of a claim of 16" in reply.message.text
+    assert text in reply.message.text
+    assert total_of(ledger) == 100
 
 
 def test_progress_keeps_the_newest_of_each_worker() -> None:

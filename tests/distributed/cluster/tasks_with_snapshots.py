@@ -13,7 +13,7 @@ from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.coordinator_role import COORDINATOR_PARTS, make_coordinator
-from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
 from dflow.distributed.snapshots.resumption import newest_snapshot, resumed
 from dflow.distributed.task_role import join_cluster, start_task
 from dflow.distributed.transport.memory import MemoryNetwork
@@ -65,20 +65,20 @@ class Tasks:
 
     def await_snapshot(self, steps: int) -> None:
         """Wait for a committed snapshot with at least `steps` steps, or rounds, that are reported as done."""
-        recovery = self.coordinator._state.part(Recovery)
+        snapshots = self.coordinator._state.part(ClusterSnapshots)
 
         def is_there() -> bool:
-            known = recovery._committed
+            known = snapshots.committed
             return known.number > 0 and (known.steps_done or 0) >= steps
 
         until(is_there)
 
     def await_new_snapshot(self, change: Callable[[], object] = lambda: None) -> None:
         """Wait for a committed snapshot that is begun from now on, after a `change` that asks for one."""
-        recovery = self.coordinator._state.part(Recovery)
-        newest = recovery._counted.number
+        snapshots = self.coordinator._state.part(ClusterSnapshots)
+        newest = snapshots.counted.number
         change()
-        until(lambda: recovery._committed.number > newest)
+        until(lambda: snapshots.committed.number > newest)
 
     def close(self) -> None:
         for worker in self.workers:

@@ -37,7 +37,6 @@ class Meeting:
         self.barrier = threading.Barrier(2, timeout=SOON)
 
     def member(self, index: int) -> AgreedPrograms:
-        """Return the programs of a member."""
         group: Any = Member(self, index)
         return AgreedPrograms(group)
 
@@ -51,7 +50,6 @@ class Member:
         self.meeting, self.index = meeting, index
 
     def exchange(self, name: str, word: str) -> tuple[str, ...]:
-        """Give a word, and return the words of both."""
         mine = self.meeting.words[self.index]
         mine.append((name, word))
         self.meeting.barrier.wait()
@@ -95,7 +93,6 @@ class Model:
         self.rate = 0.1 * (index + 1)
 
     def optimizer(self, transformation: optax.GradientTransformation) -> Step:
-        """Return a step that applies a gradient."""
         opt = dflow.Optimizer(transformation, [self.w], name="opt")
         return lambda x: opt.apply([x])
 
@@ -222,12 +219,3 @@ def test_a_variable_of_a_process_that_steps_use_is_written_alike() -> None:
 def test_values_of_one_process_are_refused(build: Callable[[Model], Step], shown: str) -> None:
     with pytest.raises(StrategyError, match=shown):
         refuse_own_resources(program_of(build(Model(0)), jnp.ones(3)))
-
-
-def test_a_listing_is_the_same_whatever_the_lines() -> None:
-    model = Model(0)
-    first = program_of(lambda x: model.w + x, jnp.ones(3))
-    second = program_of(lambda x: model.w + x, jnp.ones(3))
-    texts = [[item.text for item in listing(one.traced)] for one in (first, second)]
-    assert texts[0] == texts[1]
-    assert [item.shown for item in listing(first.traced)] != [item.shown for item in listing(second.traced)]

@@ -15,7 +15,7 @@ from dflow.distributed.coordinator.decisions import Decisions
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords
 from dflow.distributed.coordinator.surviving_store import RETRY_S, SurvivingStore
 from dflow.distributed.coordinator_role import make_coordinator, make_coordinator_state
-from dflow.distributed.snapshots.recovery import Recovery
+from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
 from dflow.distributed.snapshots.resumption import EPOCH, SNAPSHOT
 from dflow.distributed.snapshots.snapshot_messages import CaptureState, Saved, SnapshotCommitted
 from dflow.distributed.training.plan_messages import TrainingPlan
@@ -108,7 +108,7 @@ def test_no_snapshot_is_made_while_the_records_are_not_written() -> None:
     tasks.tick(6.0)
     tasks.settle()
     assert "the coordinator's state cannot be written" in "".join(tasks.log)
-    assert tasks.state.part(Recovery)._committed.number == 1
+    assert tasks.state.part(ClusterSnapshots).committed.number == 1
     assert tasks.gate == 0, "steps go on"
     for _ in range(20):
         tasks.tick(6.0)
@@ -118,7 +118,7 @@ def test_no_snapshot_is_made_while_the_records_are_not_written() -> None:
     tasks.state.note_durable(True)
     tasks.tick(6.0)
     tasks.settle()
-    assert tasks.state.part(Recovery)._committed.number > 1
+    assert tasks.state.part(ClusterSnapshots).committed.number > 1
 
 
 def test_a_reply_waits_for_records_that_may_not_be_lost() -> None:

@@ -34,6 +34,7 @@ from dflow.distributed.snapshots.snapshot_messages import (
     StateWritten,
 )
 from dflow.distributed.training.work_messages import ClaimSteps
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.message import Mark, Marked, Message
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster
@@ -137,6 +138,23 @@ class Tasks:
         self.asks += 1
         self.handle(Asked(self.now_s, self.peer[task], self.asks, message))
         return self.answers.get(self.asks)
+
+    def waiting(self, message: Message, task: str = WORKER) -> int:
+        """The number of a request that is not answered yet."""
+        assert self.ask(message, task) is None
+        return self.asks
+
+    def refusal(self, ask: int) -> str:
+        """The text of the error that a request was answered with."""
+        answer = self.answers[ask]
+        assert isinstance(answer, Failure)
+        assert answer.kind == "TaskLost"
+        return answer.text
+
+    def each(self, *tasks: str) -> None:
+        """Have each of these tasks handle its next notice, in this order."""
+        for task in tasks:
+            self.deliver(task)
 
     def tell(self, task: str, message: Message) -> None:
         self.handle(Told(self.now_s, self.peer[task], message))

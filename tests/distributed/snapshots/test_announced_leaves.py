@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dflow.distributed.snapshots.recovery_waits import RETURN_S
+from dflow.distributed.snapshots.recovery import RETURN_S
 from dflow.distributed.snapshots.snapshot_messages import (
     AnnounceLeave,
     AwaitRecovery,
     CaptureState,
+    LoadState,
     Recovered,
     StateWritten,
 )
 from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
 from dflow.distributed.training.work_messages import Claimed, StepsDone
-from dflow.distributed.wire.messages.basic import Failure, Ok
+from dflow.distributed.wire.messages.basic import Ok
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
 
 
 def announced(tasks: Tasks, task: str = PS[0]) -> int:
-    """Announce the leave of a task; return the number of the request, which is not answered yet."""
-    assert tasks.ask(AnnounceLeave(task), task) is None
-    return tasks.asks
+    return tasks.waiting(AnnounceLeave(task), task)
 
 
 def working() -> Tasks:
@@ -72,8 +71,7 @@ def test_a_snapshot_that_is_being_written_is_too_old() -> None:
     tasks.now_s += 10
     tasks.tell(WORKER, StepsDone("run", WORKER, 0, 5, 0.0, {}))
     tasks.tick()
-    for task in (*PS, WORKER, *PS, WORKER):
-        tasks.deliver(task)
+    tasks.each(*PS, WORKER, *PS, WORKER)
     assert not tasks.gate, "steps run again"
     ask = announced(tasks)
     tasks.settle()
@@ -106,9 +104,8 @@ def test_without_its_next_process_the_steps_fail_at_the_usual_deadline() -> None
     tasks.settle()
     assert not tasks.gate
     assert f"ps:0 announced to leave, and did not come back within {RETURN_S:g} s" in tasks.log
-    answer = tasks.ask(AwaitRecovery(WORKER))
-    assert isinstance(answer, Failure)
-    assert answer.text == f"ps:0 did not come back within {RETURN_S:g} s"
+    tasks.ask(AwaitRecovery(WORKER))
+    assert tasks.refusal(tasks.asks) == f"ps:0 did not come back within {RETURN_S:g} s"
 
 
 def test_a_task_that_does_not_leave_ends_the_pause_too() -> None:
@@ -121,11 +118,24 @@ def test_a_task_that_does_not_leave_ends_the_pause_too() -> None:
     assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(0, 0)
 
 
+def test_steps_stay_paused_while_tasks_read_for_longer_than_a_task_may_be_away() -> None:
+    tasks = working()
+    announced(tasks)
+    tasks.settle()
+    tasks.stop(PS[0])
+    tasks.join(PS[0])
+    assert sent(tasks, LoadState) == {*PS}
+    tasks.tick(RETURN_S + 1)
+    assert tasks.gate
+    tasks.settle()
+    assert not tasks.gate
+    assert "ps:0, ps:1 returned to snapshot 2; 0 steps are done again" in tasks.log
+
+
 def test_a_task_that_leaves_before_its_snapshot_is_complete_ends_the_pause() -> None:
     tasks = working()
     announced(tasks)
-    for task in PS:
-        tasks.deliver(task)
+    tasks.each(*PS)
     tasks.tick(PAUSE_S + 1)  # the worker is in a long step: the task waits as long as it can
     assert sent(tasks, CaptureState) == set()
     tasks.stop(PS[0])
@@ -140,13 +150,10 @@ def test_a_task_that_leaves_before_its_snapshot_is_complete_ends_the_pause() -> 
 def test_a_part_that_cannot_be_written_is_the_answer() -> None:
     tasks = working()
     ask = announced(tasks)
-    for task in (*PS, WORKER, *PS):
-        tasks.deliver(task)
+    tasks.each(*PS, WORKER, *PS)
     tasks.writing.clear()
     tasks.tell(PS[1], StateWritten(PS[1], 2, "no space left"))
-    answer = tasks.answers[ask]
-    assert isinstance(answer, Failure)
-    assert answer.text == "no snapshot could be made: ps:1: no space left"
+    assert tasks.refusal(ask) == "no snapshot could be made: ps:1: no space left"
     tasks.settle()
     assert not tasks.gate
 
@@ -155,6 +162,5 @@ def test_a_task_without_state_and_one_without_snapshots_leave_at_once() -> None:
     tasks = Tasks()
     assert tasks.ask(AnnounceLeave(WORKER)) == Ok()
     tasks = Tasks(every_s=0.0)
-    answer = tasks.ask(AnnounceLeave(PS[0]), PS[0])
-    assert isinstance(answer, Failure)
-    assert answer.text.startswith("no snapshots are made")
+    tasks.ask(AnnounceLeave(PS[0]), PS[0])
+    assert tasks.refusal(tasks.asks).startswith("no snapshots are made")

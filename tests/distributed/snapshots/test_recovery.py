@@ -5,11 +5,9 @@ from __future__ import annotations
 from dflow.distributed.coordinator.coordinator_events import (
     PeerClosed,
 )
+from dflow.distributed.snapshots.cluster_snapshots import CAPTURE_S, ClusterSnapshots, SnapshotPhase
 from dflow.distributed.snapshots.pause_messages import PauseSteps
-from dflow.distributed.snapshots.recovery import Recovery
-from dflow.distributed.snapshots.recovery_waits import NOTICE_S, RETURN_S
-from dflow.distributed.snapshots.return_attempt import LOAD_S
-from dflow.distributed.snapshots.snapshot_attempt import CAPTURE_S
+from dflow.distributed.snapshots.recovery import LOAD_S, NOTICE_S, RETURN_S
 from dflow.distributed.snapshots.snapshot_messages import (
     AwaitRecovery,
     CaptureState,
@@ -23,7 +21,6 @@ from dflow.distributed.snapshots.snapshot_messages import (
 from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.training.work_messages import Claimed, RoundsDone
-from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
 
@@ -49,10 +46,9 @@ def test_all_tasks_return_together_and_steps_since_are_done_again() -> None:
     tasks.applied = {task: {*range(26)} for task in PS}
     assert claim(tasks, 3, 2, 11) == Claimed(26, 8)
     tasks.start_again(PS[1])
-    assert tasks.ask(AwaitRecovery(WORKER)) is None
-    waiting = tasks.asks
+    ask = tasks.waiting(AwaitRecovery(WORKER))
     tasks.settle()
-    assert tasks.answers[waiting] == Recovered(1, 1)
+    assert tasks.answers[ask] == Recovered(1, 1)
     assert tasks.applied == {task: {*range(15)} for task in PS}
     assert "ps:0, ps:1 returned to snapshot 1; 11 steps are done again" in tasks.log
     assert claim(tasks, 4, 3, 0) == Claimed(15, 11)
@@ -77,84 +73,52 @@ def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
     tasks.place("late", PS[0], is_created=False)
     for _ in range(3):
         tasks.snapshot()
-    assert not tasks.state.part(Recovery)._committed.names
+    assert not tasks.state.part(ClusterSnapshots).committed.names
     assert tasks.gate == 0
     tasks.created[PS[0]].add("late")
     for _ in range(3):
         tasks.snapshot()
-    known = tasks.state.part(Recovery)._committed
+    known = tasks.state.part(ClusterSnapshots).committed
     assert known.names == ("v0", "v1", "late")
 
 
-def test_a_task_may_write_its_part_before_another_has_captured_its_own() -> None:
+CHANGE = SaveChanges(WORKER, 3.0)
+
+
+def test_a_change_that_no_step_makes_again_is_saved_immediately() -> None:
     tasks = Tasks()
     tasks.tick()
-    for task in (*PS, WORKER, PS[0], PS[0]):
-        tasks.deliver(task)
-    assert [*tasks.disk[PS[0]]] == [1]
+    tasks.each(*tasks.peer)
+    assert sent(tasks, CaptureState) == {*PS}
+    ask = tasks.waiting(CHANGE)  # during a capture it waits for the next snapshot
     tasks.settle()
-    assert tasks.state.part(Recovery)._committed.number == 1
-
-
-def test_state_that_was_restored_by_the_program_is_saved_at_once() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    assert [*tasks.disk[PS[0]]] == [1]
-    assert tasks.ask(SaveChanges(WORKER, 60.0)) is None
-    ask = tasks.asks
+    assert ask not in tasks.answers
     tasks.snapshot()
     assert tasks.answers[ask] == Saved(is_saved=True)
     tasks.snapshot()
     assert [*tasks.disk[PS[0]]] == [2]
+    assert Tasks(every_s=0.0).ask(CHANGE) == Saved(is_saved=True), "there are no snapshots"
 
 
-def test_a_change_during_a_capture_waits_for_the_next_snapshot() -> None:
-    tasks = Tasks()
-    tasks.tick()
-    for task in tasks.peer:
-        tasks.deliver(task)
-    assert sent(tasks, CaptureState) == {*PS}
-    assert tasks.ask(SaveChanges(WORKER, 60.0)) is None
-    ask = tasks.asks
-    tasks.settle()
-    assert [*tasks.disk[PS[0]]] == [1]
-    assert ask not in tasks.answers
-    tasks.snapshot()
-    assert tasks.answers[ask] == Saved(is_saved=True)
-
-
-def test_a_change_that_a_return_has_undone_is_refused() -> None:
+def test_a_change_is_not_waited_for_longer_than_its_task_asks_for_or_after_a_return() -> None:
     tasks = Tasks()
     tasks.snapshot()
-    assert tasks.ask(SaveChanges(WORKER, 60.0)) is None
-    ask = tasks.asks
-    tasks.start_again(PS[1])
-    tasks.settle()
-    assert tasks.answers[ask] == Failure(
-        "TaskLost", "the change of state is lost: ps:0, ps:1 returned to snapshot 1, which was made before it"
-    )
-
-
-def test_a_change_is_not_waited_for_longer_than_its_task_asks_for() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    assert tasks.ask(SaveChanges(WORKER, 3.0)) is None
-    ask = tasks.asks
+    ask = tasks.waiting(CHANGE)
     tasks.tick(1.0)
     assert ask not in tasks.answers
     tasks.tick(2.0)
     assert tasks.answers[ask] == Saved(is_saved=False)
-
-
-def test_without_snapshots_no_change_is_waited_for() -> None:
-    assert Tasks(every_s=0.0).ask(SaveChanges(WORKER, 60.0)) == Saved(is_saved=True)
+    ask = tasks.waiting(CHANGE)
+    tasks.start_again(PS[1])
+    tasks.settle()
+    text = "the change of state is lost: ps:0, ps:1 returned to snapshot 1, which was made before it"
+    assert tasks.refusal(ask) == text
 
 
 def test_a_worker_in_a_long_step_ends_the_attempt_at_a_snapshot() -> None:
     tasks = Tasks()
     tasks.tick()
-    for task in PS:
-        tasks.deliver(task)
+    tasks.each(*PS)
     assert claim(tasks, 1) is None
     ask = tasks.asks
     tasks.doing[WORKER] = "tracing and compiling step"
@@ -167,12 +131,11 @@ def test_a_worker_in_a_long_step_ends_the_attempt_at_a_snapshot() -> None:
 def test_a_worker_in_a_long_step_holds_up_the_others_for_a_third_of_the_time_at_most() -> None:
     tasks = Tasks()
     tasks.tick()
-    for task in PS:
-        tasks.deliver(task)
+    tasks.each(*PS)
     paused = 0
     for _ in range(300):
         tasks.tick()
-        paused += not tasks.state.part(Recovery).is_idle
+        paused += tasks.state.part(ClusterSnapshots).phase is not SnapshotPhase.IDLE
         for task in PS:
             while tasks.deliver(task):
                 pass
@@ -189,7 +152,7 @@ def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> Non
     begun = 0
     for _ in range(300):
         tasks.snapshot()
-        number = tasks.state.part(Recovery)._counted.number
+        number = tasks.state.part(ClusterSnapshots).counted.number
         begun = max(begun, number)
     line = "no snapshot can be made: never was placed, and not created in 30 s"
     assert [one for one in tasks.log if "no snapshot can be made" in one] == [line]
@@ -197,7 +160,7 @@ def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> Non
     tasks.created[PS[0]].add("never")
     tasks.tick(60.0)
     tasks.settle()
-    assert tasks.state.part(Recovery)._committed.number > 0
+    assert tasks.state.part(ClusterSnapshots).committed.number > 0
 
 
 def test_names_that_are_created_while_a_program_starts_are_not_logged() -> None:
@@ -226,15 +189,11 @@ def test_a_return_that_takes_too_long_is_given_up_and_the_error_names_the_task()
     tasks = Tasks()
     tasks.snapshot()
     tasks.start_again(PS[1])
-    assert tasks.ask(AwaitRecovery(WORKER)) is None
-    ask = tasks.asks
+    ask = tasks.waiting(AwaitRecovery(WORKER))
     while not sent(tasks, LoadState):
-        for task in tasks.peer:
-            tasks.deliver(task)
+        tasks.each(*tasks.peer)
     tasks.tick(LOAD_S + 1)
-    answer = tasks.answers[ask]
-    assert isinstance(answer, Failure)
-    assert f"ps:0, ps:1 did not return to the snapshot within {LOAD_S:g} s" in answer.text
+    assert f"ps:0, ps:1 did not return to the snapshot within {LOAD_S:g} s" in tasks.refusal(ask)
 
 
 def test_a_part_that_cannot_be_written_leaves_the_last_snapshot_in_place() -> None:
@@ -244,8 +203,7 @@ def test_a_part_that_cannot_be_written_leaves_the_last_snapshot_in_place() -> No
     claim(tasks, 2, 1, 15)
     tasks.now_s += 10
     tasks.tick()
-    for task in (*PS, WORKER, *PS):
-        tasks.deliver(task)
+    tasks.each(*PS, WORKER, *PS)
     tasks.writing.clear()
     tasks.tell(PS[0], StateWritten(PS[0], 2, "no space left"))
     assert tasks.log[-1] == "a snapshot is abandoned, and no other begins for 1 s: ps:0: no space left"
@@ -257,8 +215,7 @@ def test_a_part_that_cannot_be_written_leaves_the_last_snapshot_in_place() -> No
 def test_a_task_that_does_not_capture_its_state_holds_up_the_steps_for_a_while_only() -> None:
     tasks = Tasks()
     tasks.tick()
-    for task in tasks.peer:
-        tasks.deliver(task)
+    tasks.each(*tasks.peer)
     tasks.inbox[PS[1]].clear()
     assert claim(tasks, 1) is None
     ask = tasks.asks
@@ -267,23 +224,15 @@ def test_a_task_that_does_not_capture_its_state_holds_up_the_steps_for_a_while_o
     assert tasks.answers[ask] == Claimed(0, 15)
 
 
-def refusal(tasks: Tasks) -> str:
-    answer = tasks.ask(AwaitRecovery(WORKER))
-    assert isinstance(answer, Failure)
-    assert answer.kind == "TaskLost"
-    return answer.text
-
-
 def test_without_snapshots_there_is_no_recovery() -> None:
     tasks = Tasks(every_s=0.0)
     for _ in range(3):
         tasks.snapshot()
     assert not any(tasks.disk.values())
     tasks.start_again(PS[0])
-    assert (
-        refusal(tasks)
-        == "the lost state is not restored: no snapshots are made: start the cluster with --snapshots DIR"
-    )
+    tasks.ask(AwaitRecovery(WORKER))
+    text = "the lost state is not restored: no snapshots are made: start the cluster with --snapshots DIR"
+    assert tasks.refusal(tasks.asks) == text
 
 
 def test_state_lost_before_the_first_snapshot_is_made_again_from_the_beginning() -> None:
@@ -291,8 +240,7 @@ def test_state_lost_before_the_first_snapshot_is_made_again_from_the_beginning()
     assert claim(tasks, 1) == Claimed(0, 15)
     tasks.applied = {task: {*range(9)} for task in PS}
     tasks.start_again(PS[0])
-    assert tasks.ask(AwaitRecovery(WORKER)) is None
-    ask = tasks.asks
+    ask = tasks.waiting(AwaitRecovery(WORKER))
     tasks.settle()
     assert tasks.answers[ask] == Recovered(1, 1)
     assert tasks.applied == {task: set() for task in PS}
@@ -310,29 +258,25 @@ def test_state_that_no_snapshot_has_is_freed_everywhere_and_made_again() -> None
     tasks.place("late", PS[1])
     tasks.place("later", PS[0], is_created=False)
     tasks.start_again(PS[0])
-    for task in (*PS, WORKER, *PS):
-        tasks.deliver(task)
+    tasks.each(*PS, WORKER, *PS)
     setting = [tasks.inbox[task][-1] for task in PS]
     assert {one.unsaved for one in setting if isinstance(one, LoadState)} == {("late", "later")}
     tasks.settle()
     assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
     assert tasks.created == {PS[0]: {"v0"}, PS[1]: {"v1", "late"}}
     tasks.snapshot()
-    assert tasks.state.part(Recovery)._committed.names == ("v0", "v1", "late")
+    assert tasks.state.part(ClusterSnapshots).committed.names == ("v0", "v1", "late")
 
 
 def test_a_task_that_does_not_come_back_is_named() -> None:
     tasks = Tasks()
     tasks.snapshot()
     tasks.handle(PeerClosed(tasks.now_s, tasks.peer.pop(PS[0]), "its process has ended"))
-    assert tasks.ask(AwaitRecovery(WORKER)) is None
-    ask = tasks.asks
+    ask = tasks.waiting(AwaitRecovery(WORKER))
     tasks.tick(RETURN_S / 2)
     assert ask not in tasks.answers
     tasks.tick(RETURN_S)
-    answer = tasks.answers[ask]
-    assert isinstance(answer, Failure)
-    assert answer.text == f"ps:0 did not come back within {RETURN_S:g} s"
+    assert tasks.refusal(ask) == f"ps:0 did not come back within {RETURN_S:g} s"
 
 
 def test_a_step_that_does_not_end_is_named_and_the_return_goes_on_after_it() -> None:
@@ -340,14 +284,11 @@ def test_a_step_that_does_not_end_is_named_and_the_return_goes_on_after_it() -> 
     tasks.snapshot()
     tasks.start_again(PS[0])
     tasks.settle_all_but(WORKER)
-    assert tasks.ask(AwaitRecovery(WORKER)) is None
-    ask = tasks.asks
+    ask = tasks.waiting(AwaitRecovery(WORKER))
     tasks.tick(NOTICE_S)
     assert tasks.log[-1] == f"the return to a snapshot waits: worker:0 still runs a step after {NOTICE_S:g} s"
     tasks.tick(RETURN_S)
-    answer = tasks.answers[ask]
-    assert isinstance(answer, Failure)
-    assert answer.text == f"worker:0 still runs a step after {RETURN_S:g} s"
+    assert tasks.refusal(ask) == f"worker:0 still runs a step after {RETURN_S:g} s"
     assert tasks.log[-1].startswith("the return to a snapshot waits"), "once"
     tasks.settle()
     assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
@@ -359,25 +300,22 @@ def test_a_pause_that_does_not_end_is_named() -> None:
     assert tasks.ask(PauseSteps(WORKER)) is None
     tasks.settle()
     tasks.start_again(PS[0])
-    assert tasks.ask(AwaitRecovery(WORKER)) is None
-    ask = tasks.asks
+    ask = tasks.waiting(AwaitRecovery(WORKER))
     tasks.tick(1.0)
     tasks.tick(RETURN_S)
-    answer = tasks.answers[ask]
-    assert isinstance(answer, Failure)
-    assert answer.text == f"worker:0 has paused the steps for {RETURN_S:g} s"
+    assert tasks.refusal(ask) == f"worker:0 has paused the steps for {RETURN_S:g} s"
 
 
 def test_a_part_that_cannot_be_loaded_is_the_reason() -> None:
     tasks = Tasks()
     tasks.snapshot()
     tasks.start_again(PS[0])
-    for task in (*PS, WORKER):
-        tasks.deliver(task)
+    tasks.each(*PS, WORKER)
     tasks.applied = {task: {1} for task in PS}
     tasks.deliver(PS[1])
     tasks.tell(PS[0], StateLoaded(PS[0], 1, failure="array 'v0' is damaged"))
-    assert refusal(tasks).endswith("ps:0 could not return to the snapshot: array 'v0' is damaged")
+    tasks.ask(AwaitRecovery(WORKER))
+    assert tasks.refusal(tasks.asks).endswith("ps:0 could not return to the snapshot: array 'v0' is damaged")
     assert tasks.applied[PS[1]] == {1}, "no task has set its state"
     tasks.inbox[PS[0]].clear()
     tasks.settle()

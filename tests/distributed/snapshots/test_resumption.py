@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery, Recovered, StateLoaded
+from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery, Recovered
 from dflow.distributed.training.plan_messages import TrainingPlan
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps, RoundsDone
 from dflow.distributed.wire.messages.basic import Failure
@@ -35,10 +35,7 @@ def start_all(tasks: Tasks) -> None:
     tasks.settle()
 
 
-def joining(tasks: Tasks) -> object:
-    return tasks.ask(AwaitRecovery(WORKER, is_joining=True))
-
-
+JOINING = AwaitRecovery(WORKER, is_joining=True)
 PLAN = TrainingPlan("fit", WORKER, 50, 300)
 
 
@@ -72,7 +69,7 @@ def progress(tasks: Tasks) -> tuple[int, int]:
 def test_new_processes_go_on_from_the_snapshot() -> None:
     tasks = ended()
     start_all(tasks)
-    assert joining(tasks) == Recovered(1, 1)
+    assert tasks.ask(JOINING) == Recovered(1, 1)
     assert not tasks.fresh
     assert tasks.applied == {task: {*range(15)} for task in PS}
     assert any(
@@ -89,8 +86,7 @@ def test_a_worker_waits_until_all_tasks_have_loaded_the_snapshot() -> None:
     for task in (WORKER, PS[0]):
         tasks.join(task)
     tasks.tick(tasks.settings.heartbeat_timeout_s)
-    assert joining(tasks) is None
-    ask = tasks.asks
+    ask = tasks.waiting(JOINING)
     tasks.settle()
     tasks.tick()
     assert ask not in tasks.answers
@@ -128,24 +124,8 @@ def test_fewer_parameter_tasks_are_refused_before_training() -> None:
     for task in (WORKER, PS[0]):
         tasks.join(task)
     tasks.tick(tasks.settings.heartbeat_timeout_s)
-    answer = joining(tasks)
-    assert isinstance(answer, Failure)
-    assert answer.text.endswith("snapshot 1 has state of ps:1: expect as many tasks as it was made with")
-
-
-def test_a_part_that_cannot_be_read_is_the_reason() -> None:
-    tasks = ended()
-    for task in (WORKER, *PS):
-        tasks.join(task)
-    tasks.tick(tasks.settings.heartbeat_timeout_s)
-    assert joining(tasks) is None
-    ask = tasks.asks
-    for task in (*PS, WORKER):
-        tasks.deliver(task)
-    tasks.tell(PS[0], StateLoaded(PS[0], 1, failure="array 'v0' is damaged"))
-    answer = tasks.answers[ask]
-    assert isinstance(answer, Failure)
-    assert answer.text.endswith("ps:0 could not return to the snapshot: array 'v0' is damaged")
+    tasks.ask(JOINING)
+    assert tasks.refusal(tasks.asks).endswith("snapshot 1 has state of ps:1: expect as many tasks as it was made with")
 
 
 def test_without_a_complete_snapshot_the_job_starts_from_the_beginning() -> None:
@@ -153,7 +133,7 @@ def test_without_a_complete_snapshot_the_job_starts_from_the_beginning() -> None
     claim(tasks, 1)
     tasks.end_all()
     start_all(tasks)
-    assert joining(tasks) == Recovered(0, 0)
+    assert tasks.ask(JOINING) == Recovered(0, 0)
     assert isinstance(tasks.ask(PlaceVariable("v1", "int32", (), 4, "ps")), Placed)
     assert claim(tasks, 1) == Claimed(0, 15)
 

@@ -138,26 +138,6 @@ def test_a_task_returns_to_the_bits_of_the_committed_snapshot(
     cluster.come_back(is_restarted=True)
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("begin", [2, *(pytest.param(begin, marks=pytest.mark.long) for begin in (1, 3, 4))])
-def test_after_a_fault_at_any_operation_the_task_returns_to_the_committed_snapshot(tmp_path: Path, begin: int) -> None:
-    first, cluster = begin, Cluster(tmp_path, seed=begin)
-    cluster.snapshot(is_committed=True)
-    while FAULTS.seen + 4 >= first or first == begin:
-        for count in (1, 10_000):
-            cluster.scatter()
-            cluster.snapshot_with_fault(first, count)
-            cluster.come_back(is_restarted=True)
-        cluster.scatter()
-        report = cluster.snapshot(is_committed=True)
-        assert not report.failure
-        assert report.full_bytes == sum(map(len, cluster.saved.values()))
-        cluster.come_back(is_restarted=True)
-        assert [part.name for part in (tmp_path / PART).iterdir() if part.name.isdigit()] == [str(cluster.number)]
-        first += 4
-    assert first > 20
-
-
 def test_a_restarted_process_goes_on_with_changed_rows(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, seed=0)
     report = cluster.snapshot(is_committed=True)

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
+from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
 from dflow.distributed.snapshots.pause_messages import HoldSteps, StepsPaused
 from dflow.distributed.snapshots.step_pauses import StepPauses
 from tests.effort import examples
@@ -23,8 +23,8 @@ class RandomPauses(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pauses, self.is_clear = StepPauses(), True
         self.live: dict[str, int | None] = {}
+        self.pauses, self.is_clear = StepPauses(lambda: self.live), True
         self.peers, self.asks = 0, 0
         #: By task, the number of the pause that it knows of; tasks whose notice or report is still under way.
         self.known: dict[str, int] = {}
@@ -39,7 +39,7 @@ class RandomPauses(RuleBasedStateMachine):
         for task in sorted(tasks):
             self.join(task)
 
-    def carry_out(self, commands: list[Broadcast | SendReply]) -> None:
+    def carry_out(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Broadcast):
                 assert isinstance(command.message, HoldSteps)
@@ -48,6 +48,7 @@ class RandomPauses(RuleBasedStateMachine):
                         self.known[task] = command.message.number
                         self.reported.pop(task, None)
             else:
+                assert isinstance(command, SendReply)
                 assert isinstance(command.message, StepsPaused)
                 [task] = [task for task, ask in self.requests.items() if ask == command.ask]
                 self.capture, self.has_run = (task, command.message.number), False
@@ -55,7 +56,7 @@ class RandomPauses(RuleBasedStateMachine):
                 assert all(self.reported.get(task) == number for task in self.live), "a task was not waited for"
 
     def go_on(self) -> None:
-        self.carry_out(self.pauses.go_on(self.live, self.is_clear))
+        self.carry_out(self.pauses.go_on(self.is_clear))
 
     def may_run(self, task: str) -> bool:
         return task in self.live and not self.known.get(task)
@@ -84,7 +85,7 @@ class RandomPauses(RuleBasedStateMachine):
             if self.capture is not None and self.capture[0] == task:
                 self.capture = None
             self.is_clear = self.is_clear and not leaves_steps
-            self.carry_out(self.pauses.leave(task, self.live))
+            self.carry_out(self.pauses.leave(task))
             self.go_on()
 
     @rule()
@@ -125,7 +126,7 @@ class RandomPauses(RuleBasedStateMachine):
             return
         number = self.capture[1] if self.capture is not None and self.capture[0] == task else 0
         del self.requests[task]
-        were_paused, commands = self.pauses.resume(task, number, self.live)
+        were_paused, commands = self.pauses.resume(task, number)
         assert were_paused == (number > 0 and not self.has_run)
         if number:
             self.capture = None

@@ -105,6 +105,11 @@ class Task:
         for key, make in VALUES.items():
             self.store.create(key, array_type_of(make()).strong, make)
 
+    def failure(self, message: Notice) -> str:
+        *_, report = self.do(message)
+        assert isinstance(report, StateLoaded | StateWritten)
+        return report.failure
+
     def do(self, message: Notice) -> list[Notice]:
         self.told.clear()
         self.snapshots.handle(message)
@@ -219,9 +224,8 @@ def live(shape: tuple[int, ...]) -> list[jax.Array]:
 def test_a_part_of_another_cluster_is_refused(tmp_path: Path) -> None:
     for cluster in ("blue", "red"):
         Task(tmp_path).do(CaptureState(1, 0, cluster))
-    (report,) = Task(tmp_path).do(LoadState(1, 1, False, "blue"))
-    assert isinstance(report, StateLoaded)
-    assert "expected a part that cluster blue wrote, got one of cluster red" in report.failure
+    fact = "expected a part that cluster blue wrote, got one of cluster red"
+    assert fact in Task(tmp_path).failure(LoadState(1, 1, False, "blue"))
 
 
 def test_state_that_was_freed_is_not_made_again(tmp_path: Path) -> None:
@@ -271,32 +275,17 @@ def test_a_closed_queue_is_open_again_in_a_job_that_is_resumed(tmp_path: Path) -
             put(other, 2, [])
 
 
-def test_earlier_and_abandoned_parts_go_when_a_later_one_is_committed(tmp_path: Path) -> None:
-    task = Task(tmp_path)
-    task.create()
-    for number in (1, 2, 3):
-        task.do(CaptureState(number))
-    task.do(SnapshotCommitted(3))
-    assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["3"]
-
-
-def test_parts_of_abandoned_snapshots_are_removed_by_the_next_one(tmp_path: Path) -> None:
-    task = Task(tmp_path)
-    task.create()
-    task.do(CaptureState(1))
-    for number in (2, 3, 4):
-        task.do(CaptureState(number, committed=1))
-        assert {part.name for part in (tmp_path / "ps-0").iterdir()} == {"1", str(number)}
-
-
-def test_a_request_whose_thread_begins_late_leaves_the_part_of_a_later_snapshot(tmp_path: Path) -> None:
+def test_parts_go_when_later_ones_are_committed_also_if_a_thread_begins_late(tmp_path: Path) -> None:
     task = Task(tmp_path)
     task.create()
     for number in (1, 3, 2):
         task.do(CaptureState(number, committed=0 if number == 1 else 1))
     assert {part.name for part in (tmp_path / "ps-0").iterdir()} == {"1", "2", "3"}
-    task.do(CaptureState(4, committed=3))
-    assert {part.name for part in (tmp_path / "ps-0").iterdir()} == {"3", "4"}
+    for number in (4, 5):  # the part of the abandoned one goes with the next one
+        task.do(CaptureState(number, committed=3))
+        assert {part.name for part in (tmp_path / "ps-0").iterdir()} == {"3", str(number)}
+    task.do(SnapshotCommitted(5))
+    assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["5"]
 
 
 def test_the_unfinished_part_of_a_process_that_was_killed_is_removed_at_the_next_start(tmp_path: Path) -> None:
@@ -314,10 +303,7 @@ def test_a_snapshot_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "ps-0").write_text("")
     for task, text in ((Task(None), "start it with --snapshots DIR"), (there, "is no folder")):
         task.create()
-        captured, written = task.do(CaptureState(1))
-        assert captured == StateCaptured(PS, 1, tuple(VALUES))
-        assert isinstance(written, StateWritten)
-        assert text in written.failure
+        assert text in task.failure(CaptureState(1))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -350,10 +336,8 @@ def test_a_snapshot_that_cannot_be_loaded_is_reported_and_changes_nothing(tmp_pa
         chunk.write_bytes(bytes(len(chunk.read_bytes())))
     task.store.write("count", jnp.int32(9))
     other = task if harm != "none" else Task(None)
-    (loaded,) = other.do(LoadState(2 if harm == "missing" else 1, 1))
-    assert isinstance(loaded, StateLoaded)
     expected = {"missing": "there is no checkpoint", "damaged": "array 'w'", "none": "start it with --snapshots DIR"}
-    assert expected[harm] in loaded.failure
+    assert expected[harm] in other.failure(LoadState(2 if harm == "missing" else 1, 1))
     assert not other.runs.cancelled
     same(task, {"count": jnp.int32(9)})
 
@@ -363,6 +347,4 @@ def test_a_variable_of_another_type_is_refused(tmp_path: Path) -> None:
     task.create()
     task.do(CaptureState(1))
     other.store.create("w", ArrayType(np.dtype("float32"), ()), lambda: jnp.zeros(()))
-    (loaded,) = other.do(LoadState(1, 1))
-    assert isinstance(loaded, StateLoaded)
-    assert "variable 'w' holds f32[], and the snapshot has f32[2,3]" in loaded.failure
+    assert "variable 'w' holds f32[], and the snapshot has f32[2,3]" in other.failure(LoadState(1, 1))

@@ -27,13 +27,6 @@ def opened(rounds: int = 10, wanted: int = 3, workers: tuple[str, ...] = (A, B, 
     return run
 
 
-def test_the_first_to_open_a_run_says_what_it_is_and_others_change_nothing() -> None:
-    run = Rounds("run")
-    assert run.open(10, 2, (A, B, C)) == [OpenRound(0), SetEnough(2)]
-    assert run.open(10, 2, (A, B)) == []
-    assert run.ready(1, A, -1) == [Announce(1, 0, 0)]
-
-
 def test_who_has_given_a_gradient_waits_for_the_update_and_who_is_late_does_not() -> None:
     run = opened(wanted=2)
     assert (
@@ -42,13 +35,6 @@ def test_who_has_given_a_gradient_waits_for_the_update_and_who_is_late_does_not(
     )
     assert run.updated() == [OpenRound(1), SetEnough(2), Announce(4, 1, 1), Announce(5, 1, 1)]
     assert run.ready(6, C, 0) == [Announce(6, 1, 1)]
-
-
-def test_backup_workers_are_used_up_before_fewer_are_waited_for() -> None:
-    run = opened(wanted=2)
-    assert run.leave(A, -1) == []
-    assert run.leave(B, -1) == [SetEnough(1)]
-    assert run.leave(C, -1) == [FreeRun()]
 
 
 def test_a_worker_that_comes_late_or_again_is_waited_for_from_then_on() -> None:

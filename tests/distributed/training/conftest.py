@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.steps import steps_ahead
 from dflow.testing import MemoryCluster
 from tests.distributed.training.sync_programs import SOON
 
@@ -20,3 +21,9 @@ def workers(memory: MemoryCluster) -> Iterator[list[Cluster]]:
         closing(memory.worker(2, SOON)) as c,
     ):
         yield [a, b, c]
+
+
+@pytest.fixture
+def no_pause_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a loop may pause for longer than its steps take."""
+    monkeypatch.setattr(steps_ahead, "SHORT_S", 60.0)

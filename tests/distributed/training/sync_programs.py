@@ -12,6 +12,7 @@ import optax
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
+from dflow.testing import MemoryCluster
 
 DEADLINE_S = 60.0
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
@@ -39,6 +40,12 @@ def pair(cluster: Cluster, prefix: str = "pair", rate: float = 1.0) -> tuple[Any
         return seen
 
     return model, step
+
+
+def nothing_is_left(memory: MemoryCluster, cluster: Cluster) -> bool:
+    servers = [cluster.server, *(task.server for task in memory.tasks.values())]
+    held = [server.statistics() for server in servers]
+    return all(not (s.rendezvous.open_steps or s.rendezvous.waiters or s.rendezvous.values) for s in held)
 
 
 class Turns:

@@ -68,12 +68,6 @@ def test_a_loop_in_one_process_ends_with_a_checkpoint_and_goes_on_from_it(tmp_pa
     assert int(again.count.read()) == 10
 
 
-def test_the_signal_in_the_last_step_leaves_its_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        Counted(terminate).train(tmp_path, steps=6)
-    assert (tmp_path / "step_5").is_dir()
-
-
 def test_a_trainer_saves_the_steps_that_are_done(tmp_path: Path) -> None:
     def train(end: Callable[[], object]) -> Counted:
         counted = Counted(end)

@@ -18,7 +18,6 @@ from dflow.distributed.asynchronous.staleness_bound import SharedStep
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.standalone import NoCalls
 from dflow.distributed.steps.retries import RecoveringState
-from dflow.distributed.synchronous.sync import Sync
 from dflow.distributed.training.strategy import StrategyRun
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone
 from dflow.distributed.wire.messages.message import Notice
@@ -48,31 +47,25 @@ class Scripted(RecoveringState):
         self.notices: list[Notice | str] = []
 
     def part(self, kind: Any) -> Any:
-        """Make a part of the cluster."""
         return kind(self)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record the end of a step."""
         try:
             yield
         finally:
             self.notices.append("ended")
 
     def tell(self, notice: Notice) -> None:
-        """Record a notice."""
         self.notices.append(notice)
 
     def await_recovery(self) -> None:
-        """Refuse: what is lost is lost."""
         raise TaskLost("no snapshots are made")
 
     def leave(self, reason: str) -> None:
-        """Record why the worker leaves."""
         self.left.append(reason)
 
     def ask(self, claim: ClaimSteps, timeout_s: float) -> Claimed:
-        """Hand out the next claim, or none when no more are wanted."""
         self.told.append(claim)
         steps = self.claims.pop(0) if claim.more and self.claims else range(0)
         return Claimed(steps.start, len(steps))
@@ -82,7 +75,6 @@ class Lost(Scripted):
     """A coordinator that is lost after the first claim."""
 
     def ask(self, claim: ClaimSteps, timeout_s: float) -> Claimed:
-        """Answer once."""
         if self.told:
             raise TransportClosed("the coordinator is lost")
         return super().ask(claim, timeout_s)
@@ -133,12 +125,6 @@ def test_real_scalars_are_shown_as_progress(outcome: Any, metrics: dict[str, flo
     assert source.told[-1].metrics == metrics
 
 
-def test_alone_does_exactly_the_steps_asked_for() -> None:
-    calls = itertools.count()
-    assert len(list(Async(dflow.connect()).run(lambda _: next(calls), itertools.repeat(0), steps=37))) == 37
-    assert next(calls) == 37
-
-
 @pytest.mark.parametrize("count", [0, 3, 4])
 def test_batches_that_end_early_end_the_run_here(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Scripted(*[range(4)] * 100)
@@ -157,20 +143,6 @@ def test_leaving_the_loop_when_the_coordinator_is_lost_is_quiet() -> None:
     assert isinstance(run, Iterator)
     assert next(run) == 0
     run.close()  # type: ignore[attr-defined]
-
-
-def test_an_error_of_the_step_ends_the_run_with_it() -> None:
-    def fail(_: Any) -> None:
-        raise ZeroDivisionError("in the user's step")
-
-    with pytest.raises(ZeroDivisionError, match="in the user's step"):
-        list(Async(dflow.connect()).run(fail, [0], steps=1))
-
-
-def test_two_runs_of_one_program_have_names_of_their_own() -> None:
-    alone = dflow.connect()
-    counts = [len(list(Async(alone).run(lambda batch: batch, itertools.count(), steps=3))) for _ in range(2)]
-    assert counts == [3, 3]
 
 
 def test_a_step_that_fails_gives_back_what_is_not_done() -> None:
@@ -204,12 +176,6 @@ def test_a_named_run_goes_on_where_it_was_left_alone_too() -> None:
     assert list(Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit")) == []
     with pytest.raises(RemoteError, match=r"run 'fit': it has 20 steps and .* asks for 30; .*name another run"):
         list(Async(alone).run(lambda batch: batch, itertools.count(), steps=30, name="fit"))
-
-
-@pytest.mark.parametrize("strategy", [Async, Sync])
-def test_a_negative_number_of_steps_is_refused_at_the_users_line(strategy: Any) -> None:
-    with pytest.raises(StrategyError, match=r"steps=-1 of a run is negative\n  at .*test_async.py:"):
-        list(strategy(dflow.connect()).run(lambda batch: batch, itertools.count(), steps=-1))
 
 
 def losses(values: list[float]) -> Iterator[Any]:

@@ -17,18 +17,12 @@ import dflow
 from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.cluster.cluster_steps import ClusterSteps
-from dflow.distributed.steps import steps_ahead
 from dflow.testing import MemoryCluster
 from dflow.tracing.errors import StrategyError
+from tests.distributed.training.sync_programs import nothing_is_left
 from tests.distributed.waiting import until
 
-pytestmark = pytest.mark.once
-
-
-@pytest.fixture(autouse=True)
-def no_pause_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, a loop may pause for longer than its steps take."""
-    monkeypatch.setattr(steps_ahead, "SHORT_S", 60.0)
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("no_pause_is_long")]
 
 
 @pytest.fixture
@@ -65,12 +59,6 @@ def counters(cluster: Cluster) -> tuple[list[dflow.Variable], Callable[[Any], An
 
 def read_by(run: Iterator[Any]) -> list[list[float]]:
     return [[float(value) for value in values] for values in run]
-
-
-def nothing_is_left(memory: MemoryCluster, cluster: Cluster) -> bool:
-    servers = [cluster.server, *(task.server for task in memory.tasks.values())]
-    held = [server.statistics() for server in servers]
-    return all(not (s.rendezvous.open_steps or s.rendezvous.waiters or s.rendezvous.values) for s in held)
 
 
 def test_each_step_reads_what_the_one_before_wrote(memory: MemoryCluster, worker: Cluster, begun: list[bool]) -> None:
@@ -149,24 +137,6 @@ def test_a_write_between_two_steps_is_seen_by_the_next(worker: Cluster, prefetch
     assert [float(v.read()) for v in variables] == [106.0, 1012.0]
 
 
-def test_several_functions_in_a_step_see_each_other(worker: Cluster, begun: list[bool]) -> None:
-    variables, step = counters(worker)
-
-    @dflow.jit
-    def double() -> None:
-        for v in variables:
-            v.assign(v.read() * 2)
-
-    def both(x: Any) -> Any:
-        values = step(x)
-        double()
-        return values
-
-    found = read_by(Async(worker).run(both, itertools.repeat(1.0), steps=6))
-    assert found == [[float(2 ** (number + 1) - 2)] * 2 for number in range(6)]
-    assert not any(begun)
-
-
 def test_an_element_of_a_queue_is_taken_when_the_step_is_called(worker: Cluster, begun: list[bool]) -> None:
     with worker.parameter_servers():
         queue = dflow.FIFOQueue(20, jnp.float32(0), name="queue")
@@ -217,13 +187,14 @@ def test_a_write_before_an_enqueue_is_seen_after_the_dequeue(memory: MemoryClust
 
 
 def test_a_prefetch_that_is_negative_or_without_effect_is_reported(
-    worker: Cluster, caplog: pytest.LogCaptureFixture
+    worker: Cluster, begun: list[bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, step = counters(worker)
     with pytest.raises(StrategyError, match="prefetch: expected at least 0, got -1"):
         Async(worker, prefetch=-1)
     with caplog.at_level(logging.WARNING, "dflow"):
         found = read_by(Async(worker, prefetch=1).run(lambda x: (step(x), step(x))[1], [1.0] * 4, steps=4))
-    assert found == [[1.0] * 2, [3.0] * 2, [5.0] * 2, [7.0] * 2]
+    assert found == [[1.0] * 2, [3.0] * 2, [5.0] * 2, [7.0] * 2], "the two calls of a step see each other"
+    assert not any(begun)
     (message,) = (record.getMessage() for record in caplog.records if "prefetch" in record.getMessage())
     assert message == "prefetch=1 has no effect: an iteration calls several functions"

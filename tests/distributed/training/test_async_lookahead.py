@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,25 +19,19 @@ import dflow
 from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.cluster.cluster_steps import ClusterSteps
-from dflow.distributed.steps import steps_ahead
 from dflow.distributed.steps.task_channel import TaskChannel
 from dflow.testing import MemoryCluster
 from dflow.tracing.errors import InputError
+from tests.distributed.training.sync_programs import nothing_is_left
 from tests.distributed.waiting import until
 from tests.effort import examples
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("no_pause_is_long")]
 
 ROWS, IDS = 10, 4
 #: Steps of a run that ends with its batches, before the worker's first claim does.
 MANY = 1000
 Batch = tuple[Any, Any]
-
-
-@pytest.fixture(autouse=True)
-def no_pause_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, a loop may pause for longer than its steps take."""
-    monkeypatch.setattr(steps_ahead, "SHORT_S", 60.0)
 
 
 class Messages:
@@ -120,12 +114,6 @@ def expected(batches: Sequence[Batch], lacks: Sequence[int]) -> tuple[list[Any],
         found.append(rows)
         versions.append(updated(versions[-1], ids, rows - targets))
     return found, versions[-1]
-
-
-def nothing_is_left(memory: MemoryCluster, cluster: Cluster) -> bool:
-    servers = [cluster.server, *(task.server for task in memory.tasks.values())]
-    held = [server.statistics() for server in servers]
-    return all(not (s.rendezvous.open_steps or s.rendezvous.waiters or s.rendezvous.values) for s in held)
 
 
 IDS_EDGES = ("table/0/ids", "table/1/ids")
@@ -216,20 +204,6 @@ def test_a_wrong_id_is_an_error_of_its_own_step_and_changes_nothing(memory: Memo
     np.testing.assert_array_equal(found, rows)
     np.testing.assert_array_equal(table.read(), after)
     assert int(count.read()) == 6
-    until(lambda: nothing_is_left(memory, worker))
-
-
-def test_an_error_of_the_batches_comes_at_its_own_step(memory: MemoryCluster, worker: Cluster) -> None:
-    _, step = model(worker)
-
-    def fails_later() -> Iterator[Batch]:
-        yield from drawn(5)
-        raise ZeroDivisionError
-
-    run = Async(worker, lookahead=True).run(step, fails_later(), steps=MANY)
-    assert len(list(itertools.islice(run, 5))) == 5
-    with pytest.raises(ZeroDivisionError):
-        next(run)
     until(lambda: nothing_is_left(memory, worker))
 
 
@@ -363,9 +337,3 @@ def test_other_arrays_than_foreseen_are_looked_up_at_the_call(
     np.testing.assert_array_equal(found, expected(batches, [0] * 8)[0])
     assert fed == [False, False, True, True, False, False, True, True]
     assert "lookahead=True has no effect: the function is called with other arrays" in caplog.text
-
-
-@pytest.mark.parametrize("strategy", [dflow.distributed.Sync, dflow.distributed.Hybrid, dflow.distributed.AllReduce])
-def test_strategies_whose_steps_read_one_version_refuse_lookahead(worker: Cluster, strategy: Any) -> None:
-    with pytest.raises(TypeError, match="lookahead"):
-        strategy(worker, lookahead=True)

@@ -16,7 +16,6 @@ from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.asynchronous.staleness import BoundedSteps
 from dflow.distributed.asynchronous.staleness_bounds import StalenessBounds
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.steps import steps_ahead
 from dflow.distributed.training import long_wait
 from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.distributed.wire.messages.status import GetHealth
@@ -108,9 +107,8 @@ def test_while_a_step_runs_the_others_apply_as_many_updates_as_the_bound(
 
 
 def test_values_are_fetched_ahead_where_the_bound_allows_it(
-    workers: list[Cluster], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    workers: list[Cluster], no_pause_is_long: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(steps_ahead, "SHORT_S", 60.0)
     counted = Counted(workers[0])
 
     def stalenesses(name: str, **options: Any) -> list[int]:

@@ -111,15 +111,3 @@ def test_the_last_elements_of_a_shared_queue(tasks: Tasks, strategy: Any, count:
     )
     assert tasks.worker.steps.epoch == kills
     np.testing.assert_array_equal(seen_by(tasks), np.arange(STEPS) < count)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_a_worker_whose_own_queue_ends_first_leaves_the_others(tasks: Tasks, strategy: Any) -> None:
-    queues = []
-    for count, first in ((3, 0), (8, 3)):
-        queue = dflow.FIFOQueue(STEPS, jnp.int32(0))
-        queue.enqueue_many(jnp.arange(first, first + count))
-        queue.close()
-        queues.append(queue)
-    assert sum(both(tasks, lambda cluster: train(cluster, strategy, queues[cluster.index]))) == 11
-    np.testing.assert_array_equal(seen_by(tasks), np.arange(STEPS) < 11)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,22 +13,11 @@ import pytest
 from optax import contrib
 
 import dflow
-from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.testing import memory_cluster
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.tracing.errors import GraphTypeError, StrategyError
+from tests.distributed.training.sync_programs import together
 
-DEADLINE_S, STEPS = 60.0, 5
-SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
-
-
-@pytest.fixture
-def workers() -> Iterator[list[Cluster]]:
-    with (
-        memory_cluster(ps=2, workers=2) as memory,
-        closing(memory.worker(0, SOON)) as a,
-        closing(memory.worker(1, SOON)) as b,
-    ):
-        yield [a, b]
+STEPS = 5
 
 
 def made(device: Any, transformation: Any, extra: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -52,9 +39,9 @@ def made(device: Any, transformation: Any, extra: Callable[[Any], Any]) -> tuple
 
 
 def batches() -> list[tuple[Any, Any]]:
-    """The batches of both workers, one pair for each step."""
+    """The batches of all workers, one pair for each step."""
     drawn = np.random.default_rng(0)
-    return [tuple(drawn.normal(size=size).astype(np.float32) for size in ((2, 4, 3), (2, 4))) for _ in range(STEPS)]
+    return [tuple(drawn.normal(size=size).astype(np.float32) for size in ((3, 4, 3), (3, 4))) for _ in range(STEPS)]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +60,7 @@ def test_a_value_is_the_mean_over_the_workers(workers: list[Cluster], transforma
         list(dflow.distributed.Sync(cluster).run(step, mine, steps=STEPS, name="run"))
         return jax.device_get(weights.read())
 
-    with ThreadPoolExecutor(2) as pool:
-        found = [done.result(DEADLINE_S) for done in [pool.submit(work, *pair) for pair in enumerate(workers)]]
+    found = together(workers, work)
     weights, step = made(dflow.connect(), transformation(), lambda value: {"value": value})
     for x, y in batches():
         step(np.concatenate(x), np.concatenate(y))

@@ -63,17 +63,6 @@ def test_a_run_that_is_named_again_is_over(workers: list[Cluster]) -> None:
     assert together(workers, work) == [[3, 0]] * 3
 
 
-def test_a_worker_that_gives_no_gradient_is_named_when_the_time_is_over(memory: MemoryCluster) -> None:
-    settings = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=0.2)
-    with closing(memory.worker(0, settings)) as cluster:
-        _, step = pair(cluster)
-        with pytest.raises(
-            DeadlineExceeded,
-            match=r"round 0 of 'run' has not ended: 3 gradients .*worker/task:0 gave one and .*task:1, ",
-        ):
-            list(Sync(cluster).run(step, itertools.repeat(1.0), steps=3, name="run"))
-
-
 def test_a_worker_that_waits_says_whom_for_long_before_its_time_is_over(
     memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,7 +70,8 @@ def test_a_worker_that_waits_says_whom_for_long_before_its_time_is_over(
     settings = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=0.5)
     with closing(memory.worker(0, settings)) as cluster:
         _, step = pair(cluster)
-        with pytest.raises(DeadlineExceeded, match="not joined yet: worker:1, worker:2\n  start what is missing"):
+        fact = r"round 0 of 'run' has not ended: 3 gradients .*task:0 gave one and .*task:1, (.|\n)*not joined yet: "
+        with pytest.raises(DeadlineExceeded, match=fact + "worker:1, worker:2\n  start what is missing"):
             list(Sync(cluster).run(step, itertools.repeat(1.0), steps=3, name="run"))
     said = [record.getMessage() for record in caplog.records if "waits, for" in record.getMessage()]
     assert said
