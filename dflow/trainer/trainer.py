@@ -21,8 +21,8 @@ from typing import Any, cast
 from dflow.distributed.client.coordinator_client import AGREE_S
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.training.batch_supply import END, BatchSupply
-from dflow.distributed.training.plan_messages import TrainingEvent, TrainingPlan
 from dflow.distributed.training.strategy import Strategy, run_name
+from dflow.distributed.training.work_messages import TrainingEvent, TrainingPlan
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.accepted_faults import NOT_FINITE, SHORT, is_accepted
 from dflow.tracing.column_tables import refuse_table

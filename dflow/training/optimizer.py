@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from dflow.calls.function import jit
-from dflow.distributed.training.applying import current_applier, refuse_own_variables
+from dflow.distributed.training.applying import GivenOptimizer, current_applier, refuse_own_variables
 from dflow.tracing.devices.device import with_state
 from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import GraphTypeError, VariableError
@@ -39,7 +39,7 @@ _derived: WeakDict[Variable, Counter[str]] = WeakDict()
 _APPLIES = ("update", "step", "minimize", "apply_gradients", "apply_updates")
 
 
-class Optimizer:
+class Optimizer(GivenOptimizer):
     """Applies gradients to variables by an optax transformation.
 
     transformation  any `optax.GradientTransformation`, chains and schedules included

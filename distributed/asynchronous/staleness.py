@@ -25,33 +25,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dflow.distributed.asynchronous.staleness_messages import StepAdmitted
+from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.wire.messages.basic import Failure
 from dflow.tracing.devices.task_name import short_task_name
-
-
-@dataclass(frozen=True)
-class AdmitStep:
-    """Answer the request: the step may begin, with its held values if it `uses_held`.
-
-    version  number of steps that have ended
-    workers  number of workers that take part
-    """
-
-    request: int
-    version: int
-    uses_held: bool
-    workers: int
-
-
-@dataclass(frozen=True)
-class RefuseStep:
-    """Answer the request with an error, `kind` being the name of its class."""
-
-    request: int
-    text: str
-    kind: str = "RemoteError"
-
-
-StalenessCommand = AdmitStep | RefuseStep
 
 
 @dataclass
@@ -84,7 +61,7 @@ class BoundedSteps:
         """Whether no worker takes part, so that the run may be forgotten."""
         return not self.workers
 
-    def begin(self, request: int, worker: str, number: int, held: int | None = None) -> list[StalenessCommand]:
+    def begin(self, request: int, worker: str, number: int, held: int | None = None) -> list[SendReply]:
         """Handle a worker that asks to begin a step, after its earlier ones.
 
         number  of the step, greater than those of the worker's earlier ones; the same if it asks again
@@ -97,7 +74,7 @@ class BoundedSteps:
         self.workers[worker], self.waiting[worker] = number, (request, held)
         return [*replaced, *self._admitted()]
 
-    def end(self, worker: str, number: int, *, is_last: bool = False) -> list[StalenessCommand]:
+    def end(self, worker: str, number: int, *, is_last: bool = False) -> list[SendReply]:
         """Handle the end of the worker's step `number`, or a worker that no longer asks for it.
 
         is_last  whether the worker takes part no more
@@ -110,7 +87,7 @@ class BoundedSteps:
         self._ended(worker)
         return self._admitted()
 
-    def leave(self, worker: str) -> list[StalenessCommand]:
+    def leave(self, worker: str) -> list[SendReply]:
         """Handle a worker that has left the run or the cluster."""
         refused = self._refused(worker, f"{short_task_name(worker)} has left {self.name!r}", "TaskLost")
         self.workers.pop(worker, None)
@@ -118,7 +95,7 @@ class BoundedSteps:
         self._ended(worker)
         return [*refused, *self._admitted()]
 
-    def timed_out(self, request: int) -> list[StalenessCommand]:
+    def timed_out(self, request: int) -> list[SendReply]:
         """Refuse a request that has waited too long, unless it was answered."""
         worker = next((worker for worker, (waiting, _) in self.waiting.items() if waiting == request), None)
         if worker is None:
@@ -131,10 +108,10 @@ class BoundedSteps:
         self.waiting[worker] = None, None
         return refused
 
-    def _refused(self, worker: str, text: str, kind: str = "RemoteError") -> list[StalenessCommand]:
+    def _refused(self, worker: str, text: str, kind: str = "RemoteError") -> list[SendReply]:
         """Return the refusal of the worker's request, if it waits."""
         request, _ = self.waiting.get(worker, (None, None))
-        return [] if request is None else [RefuseStep(request, text, kind)]
+        return [] if request is None else [SendReply(request, Failure(kind, text))]
 
     def _ended(self, worker: str) -> None:
         if self.running.pop(worker, None) is not None:
@@ -144,9 +121,9 @@ class BoundedSteps:
         """Whether the worker's step could lack too many updates if another step began."""
         return self.begun - self.running[worker] > self.limit
 
-    def _admitted(self) -> list[StalenessCommand]:
+    def _admitted(self) -> list[SendReply]:
         """Admit the first of the waiting steps, as many as may begin now."""
-        commands: list[StalenessCommand] = []
+        replies: list[SendReply] = []
         while self.waiting and not any(map(self._is_full, self.running)):
             worker, (request, held) = next(iter(self.waiting.items()))
             if request is None:
@@ -155,5 +132,5 @@ class BoundedSteps:
             uses_held = held is not None and self.begun - held + len(self.workers) - 1 <= self.limit
             self.running[worker] = held if held is not None and uses_held else self.ended
             self.begun += 1
-            commands.append(AdmitStep(request, self.ended, uses_held, len(self.workers)))
-        return commands
+            replies.append(SendReply(request, StepAdmitted(self.ended, uses_held, len(self.workers))))
+        return replies

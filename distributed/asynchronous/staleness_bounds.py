@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from dflow.distributed.asynchronous.staleness import AdmitStep, BoundedSteps, StalenessCommand
+from msgspec.structs import replace
+
+from dflow.distributed.asynchronous.staleness import BoundedSteps
 from dflow.distributed.asynchronous.staleness_messages import BeginStep, EndStep, StepAdmitted
+from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.steps.step_starter import first_of_a_life
 from dflow.distributed.task.arrivals import Arrival, RequestArrival, RequestTable
 from dflow.distributed.task.task_part import TaskPart
@@ -101,19 +104,18 @@ class StalenessBounds(TaskPart):
             answers = [] if run is None else self._answers(run.timed_out(number))
         _give(answers)
 
-    def _answers(self, commands: Sequence[StalenessCommand]) -> list[Callable[[], None]]:
+    def _answers(self, replies: Sequence[SendReply]) -> list[Callable[[], None]]:
         """Return the calls that send the answers; made without the lock."""
         answers: list[Callable[[], None]] = []
-        for command in commands:
-            responder, timer = self._asks.pop(command.request)
+        for reply in replies:
+            responder, timer = self._asks.pop(reply.ask)
             if timer is not None:
                 timer.stop()
-            if isinstance(command, AdmitStep):
+            if isinstance(reply.message, StepAdmitted):
                 death = self._task.member_gate.death_known_at
-                admitted = StepAdmitted(command.version, command.uses_held, command.workers, death)
-                answers.append(partial(responder.reply, admitted))
-            else:
-                answers.append(partial(responder.fail, error_of(Failure(command.kind, command.text))))
+                answers.append(partial(responder.reply, replace(reply.message, roster=death)))
+            elif isinstance(reply.message, Failure):
+                answers.append(partial(responder.fail, error_of(reply.message)))
         return answers
 
 

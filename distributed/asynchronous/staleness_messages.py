@@ -16,7 +16,7 @@ class StepAdmitted(Message, frozen=True):
     version: int
     uses_held: bool
     workers: int
-    roster: int
+    roster: int = 0
 
 
 class BeginStep(Request[StepAdmitted], frozen=True):

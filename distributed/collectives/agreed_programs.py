@@ -19,13 +19,14 @@ from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dflow.distributed.collectives.own_resources import refuse_own_resources
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.training.applying import applied_to
 from dflow.distributed.training.compared_steps import settings_of
 from dflow.lowering.steps.program_watch import WatchedProgram, is_shared
 from dflow.tracing.context_values import within
 from dflow.tracing.errors import StrategyError
+from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.ir.types import AccumulatorType, QueueType
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.syntax.listing import ListedItem, array_item, listing
 
@@ -50,20 +51,13 @@ class _AgreedStep:
     is_covered: bool
 
 
-@dataclass(frozen=True, eq=False)
-class _Listed:
-    """The items of a program, and their digest."""
-
-    items: list[ListedItem]
-    digest: str
-
-
 class AgreedPrograms:
     """The watch over the programs of a group's member; one thread of the program calls them."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._listed: WeakKeyDictionary[WatchedProgram, _Listed] = WeakKeyDictionary()
+        #: The items of each program, and their digest.
+        self._listed: WeakKeyDictionary[WatchedProgram, tuple[list[ListedItem], str]] = WeakKeyDictionary()
         #: The programs that all members have compared within steps, by digest.
         self._agreed: set[str] = set()
         #: Keys of the variables of this process whose values were compared, since steps use them.
@@ -84,20 +78,20 @@ class AgreedPrograms:
         step = self._step.get()
         if step is None:
             if self._writes_shared(program) or (_reads_shared(program) and program.is_collective(args, kwargs, leaves)):
-                self.compare(f"a call of {program.name!r}", self._listing(program).items)
+                self.compare(f"a call of {program.name!r}", self._listing(program)[0])
             return
-        is_agreed = self._listing(program).digest in self._agreed
+        items, digest = self._listing(program)
+        is_agreed = digest in self._agreed
         if step.is_covered and is_agreed:
             step.is_covered = False
             return
         own = [] if is_agreed else [one for one in program.variables if not is_shared(one.sharding)]
         values = [array_item("variable of this process", one.name, one.read()) for one in own]
-        items = self._listing(program).items
         if not is_agreed:
             items = listing(program.traced, settings_of(applied_to(program.variables)))
         self.compare(f"a call of {program.name!r} in {step.point}", [*items, *values])
         refuse_own_resources(program)
-        self._agreed.add(self._listing(program).digest)
+        self._agreed.add(digest)
         self._compared.update(one.key for one in own)
         step.is_covered = False
 
@@ -125,10 +119,10 @@ class AgreedPrograms:
             f"{point}: expected the same {kind} on all workers, got{described}", _REMEDIES.get(kind, _REMEDY)
         )
 
-    def _listing(self, program: WatchedProgram) -> _Listed:
+    def _listing(self, program: WatchedProgram) -> tuple[list[ListedItem], str]:
         if program not in self._listed:
             items = listing(program.traced)
-            self._listed[program] = _Listed(items, _digest(items))
+            self._listed[program] = items, _digest(items)
         return self._listed[program]
 
     def _writes_shared(self, program: WatchedProgram) -> bool:
@@ -144,3 +138,37 @@ def _digest(items: Sequence[ListedItem]) -> str:
 
 def _reads_shared(program: WatchedProgram) -> bool:
     return any(is_shared(one.sharding) for one in program.variables)
+
+
+def refuse_own_resources(program: WatchedProgram) -> None:
+    """Raise StrategyError for a program that takes a value from a queue, or uses an accumulator, of this process.
+
+    Such a value differs between the processes, while their programs assume that it is the same on all.
+    """
+    for node in _nodes(program.traced.graph):
+        if not node.op.is_on_resource or not node.inputs:
+            continue
+        operand = node.inputs[0]
+        if isinstance(operand.type, AccumulatorType):
+            raise StrategyError(
+                f"AllReduce: {program.name!r}: expected no accumulator, got {node.op.method} of one that each worker "
+                "has for itself",
+                "leave it out: AllReduce averages the gradients of all workers; accumulators of several are for Sync "
+                "and Async",
+                at=node.loc,
+            )
+        if isinstance(operand.type, QueueType) and node.array_outputs:
+            raise StrategyError(
+                f"AllReduce: {program.name!r}: expected values that are the same on all workers, got {node.op.method} "
+                "of a queue that each worker has for itself",
+                "take from the queue in the loop, as this worker's part of the batch:\n"
+                "    strategy.run(step, (queue.dequeue() for _ in range(steps)), steps=steps)",
+                at=node.loc,
+            )
+
+
+def _nodes(graph: Graph) -> Iterator[Node]:
+    for node in graph.nodes:
+        yield node
+        for body in node.bodies:
+            yield from _nodes(body)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dflow.distributed.client.coordinator_client import ANSWER_S
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.collectives.group_messages import JoinGroup
-from dflow.distributed.collectives.jax_runtime import JaxRuntime, refuse_late_start
+from dflow.distributed.collectives.jax_runtime import refuse_late_start, start_runtime
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.collectives.process_groups import RETURN_S
 from dflow.distributed.transport.addresses import TcpAddress, parse_endpoints
@@ -21,7 +23,8 @@ class Collectives:
         self._cluster = cluster
         self.group: ProcessGroup | None = None
         self.programs: AgreedPrograms | None = None
-        self._runtime: JaxRuntime | None = None
+        #: Ends JAX's runtime.
+        self._end_runtime: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Make the tasks of this job one group, and start JAX's multi-process runtime in all of them.
@@ -35,15 +38,14 @@ class Collectives:
         self.group = ProcessGroup(cluster.coordinator, formed, settings.step_timeout_s)
         main = parse_endpoints(cluster.server.address).main
         host = main.host if isinstance(main, TcpAddress) else LOOPBACK
-        self._runtime = JaxRuntime(self.group, host, settings.join_timeout_s)
+        self._end_runtime = start_runtime(self.group, host, settings.join_timeout_s)
         self.programs = AgreedPrograms(self.group)
         set_program_watch(self.programs)
 
     def close(self) -> None:
         """Wait until all processes are done, and end the runtime."""
-        group, runtime = self.group, self._runtime
-        self.group = self.programs = None
-        if group is not None and runtime is not None:
+        group, self.group, self.programs = self.group, None, None
+        if group is not None:
             set_program_watch(None)
             group.close()
-            runtime.close()
+            self._end_runtime()

@@ -6,8 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,52 +39,51 @@ def refuse_late_start() -> None:
         )
 
 
-class JaxRuntime:
-    """JAX's runtime over the processes of a group; afterwards `jax.devices()` lists the devices of all of them.
+def start_runtime(group: ProcessGroup, host: str, timeout_s: float) -> Callable[[], None]:
+    """Start JAX's runtime over the processes of a group: then `jax.devices()` lists the devices of all of them.
+
+    Returns a function that ends it. All members call that after `ProcessGroup.close`; arrays keep their values.
 
     host       address of this process's host for the other members
     timeout_s  longest wait for the other members
     """
-
-    def __init__(self, group: ProcessGroup, host: str, timeout_s: float) -> None:
-        self._group = group
-        self._service: subprocess.Popen[bytes] | None = None
-        address = self._serve(host) if group.rank == 0 else ""
-        address = group.exchange("the start of JAX's runtime", address)[0]
-        _check_reached(address, timeout_s)
-        with _without_proxy(address):
-            jax.distributed.initialize(
-                address,
-                len(group.members),
-                group.rank,
-                # The process of rank 0 starts a service too, which no other uses: see `jax_service.py`.
-                coordinator_bind_address=str(TcpAddress(LOOPBACK, 0)) if group.rank == 0 else None,
-                # Under Slurm, JAX would take one device for each process.
-                cluster_detection_method="deactivate",
-                initialization_timeout=int(timeout_s),
-                heartbeat_timeout_seconds=NEVER_S,
-                shutdown_timeout_seconds=int(timeout_s),
-            )
-        use_gloo_at(lambda: _host_here(host))
-
-    def _serve(self, host: str) -> str:
-        """Start the service, and return its address."""
-        command = [sys.executable, str(_SCRIPT), host, str(len(self._group.members)), str(NEVER_S)]
-        # In a new session, since a launcher kills the rest of the session of a process that has died.
-        self._service = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    address, end_service = _served(host, len(group.members)) if group.rank == 0 else ("", lambda: None)
+    address = group.exchange("the start of JAX's runtime", address)[0]
+    _check_reached(address, timeout_s)
+    with _without_proxy(address):
+        jax.distributed.initialize(
+            address,
+            len(group.members),
+            group.rank,
+            # The process of rank 0 starts a service too, which no other uses: see `jax_service.py`.
+            coordinator_bind_address=str(TcpAddress(LOOPBACK, 0)) if group.rank == 0 else None,
+            # Under Slurm, JAX would take one device for each process.
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(timeout_s),
+            heartbeat_timeout_seconds=NEVER_S,
+            shutdown_timeout_seconds=int(timeout_s),
         )
-        assert self._service.stdout is not None
-        address = self._service.stdout.readline().decode().strip()
-        if not address:
-            raise StrategyError(f"JAX's coordination service ended with status {self._service.wait()}: {command}")
-        return address
+    use_gloo_at(lambda: _host_here(host))
 
-    def close(self) -> None:
-        """End the runtime. All members do so, after `ProcessGroup.close`; arrays keep their values."""
+    def close() -> None:
         jax.distributed.shutdown()
-        if self._service is not None:
-            self._service.communicate(b".")
+        end_service()
+
+    return close
+
+
+def _served(host: str, members: int) -> tuple[str, Callable[[], object]]:
+    """Start the service; return its address, and a function that ends it."""
+    command = [sys.executable, str(_SCRIPT), host, str(members), str(NEVER_S)]
+    # In a new session, since a launcher kills the rest of the session of a process that has died.
+    service = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    assert service.stdout is not None
+    address = service.stdout.readline().decode().strip()
+    if not address:
+        raise StrategyError(f"JAX's coordination service ended with status {service.wait()}: {command}")
+    return address, partial(service.communicate, b".")
 
 
 def _check_reached(address: str, timeout_s: float) -> None:

@@ -12,23 +12,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from dflow.distributed.collectives.group_messages import AwaitLeaderWork, LeaderWork, LeaderWorkEnded, LeaderWorks
+from dflow.distributed.collectives.group_messages import (
+    AwaitLeaderWork,
+    Exchange,
+    JoinGroup,
+    LeaderWork,
+    LeaderWorkEnded,
+    LeaderWorks,
+)
 from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.coordinator.coordinator_part import Received
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.tracing.devices.task_name import short_task_name
 
+Asked = TypeVar("Asked", AwaitLeaderWork, Exchange, JoinGroup)
 #: Number of ended works that a group remembers, for members that come late.
 MOST_ENDED = 1000
 
 
 @dataclass(frozen=True)
-class _Waiter:
-    """A member that waits for a work; `ask` is the request to answer."""
+class Waiting(Generic[Asked]):
+    """A request of a member that is not answered yet."""
 
-    ask: int
-    until_s: float
-    request: AwaitLeaderWork
+    request: Asked
+    received: Received
+
+    @property
+    def until_s(self) -> float:
+        """The end of the wait."""
+        return self.received.at_s + self.request.timeout_s
 
 
 @dataclass
@@ -39,7 +53,7 @@ class LeaderWorkBook:
     _begun: set[LeaderWork] = field(default_factory=set)
     #: The ends of works, the newest last.
     _ended: dict[LeaderWork, LeaderWorkEnded] = field(default_factory=dict)
-    _waiting: list[_Waiter] = field(default_factory=list)
+    _waiting: list[Waiting[AwaitLeaderWork]] = field(default_factory=list)
     #: Number of exchanges of its main thread that the leader has come to.
     _point: int = 0
 
@@ -52,14 +66,15 @@ class LeaderWorkBook:
         ended = self._ended[told.work] = LeaderWorkEnded(told.kind, told.error)
         if len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
-        return [SendReply(one.ask, ended) for one in self._take(lambda one: one.request.work == told.work)]
+        return [SendReply(one.received.ask, ended) for one in self._take(lambda one: one.request.work == told.work)]
 
-    def wait(self, at_s: float, ask: int, request: AwaitLeaderWork) -> list[SendReply]:
+    def wait(self, member: Waiting[AwaitLeaderWork]) -> list[SendReply]:
         """Answer a member when the work has ended."""
+        request = member.request
         if request.work in self._ended:
-            return [SendReply(ask, self._ended[request.work])]
+            return [SendReply(member.received.ask, self._ended[request.work])]
         self._waiting = [one for one in self._waiting if one.request != request]  # asked again over a new connection
-        self._waiting.append(_Waiter(ask, at_s + request.timeout_s, request))
+        self._waiting.append(member)
         return self._refuse_passed()
 
     def come(self, task: str, point: int) -> list[SendReply]:
@@ -76,23 +91,23 @@ class LeaderWorkBook:
     def lose(self, why: str) -> list[SendReply]:
         """End all waits, since the group is over."""
         waiting, self._waiting = self._waiting, []
-        return [SendReply(one.ask, Failure("TaskLost", why)) for one in waiting]
+        return [SendReply(one.received.ask, Failure("TaskLost", why)) for one in waiting]
 
     def _refuse_passed(self) -> list[SendReply]:
         passed = self._take(lambda one: one.request.work.point < self._point and one.request.work not in self._begun)
         return self._refuse(passed, "StrategyError", "which has gone on without it")
 
-    def _refuse(self, waiters: Sequence[_Waiter], kind: str, why: str) -> list[SendReply]:
-        return [SendReply(one.ask, Failure(kind, self._refusal(one, why))) for one in waiters]
+    def _refuse(self, waiters: Sequence[Waiting[AwaitLeaderWork]], kind: str, why: str) -> list[SendReply]:
+        return [SendReply(one.received.ask, Failure(kind, self._refusal(one, why))) for one in waiters]
 
-    def _refusal(self, one: _Waiter, why: str) -> str:
+    def _refusal(self, one: Waiting[AwaitLeaderWork], why: str) -> str:
         leader = short_task_name(self.leader)
         return (
             f"{short_task_name(one.request.task)} waits for {one.request.work.name} by {leader}, {why}\n"
             f"  call it on all workers, or on {leader} alone"
         )
 
-    def _take(self, is_taken: Callable[[_Waiter], bool]) -> list[_Waiter]:
+    def _take(self, is_taken: Callable[[Waiting[AwaitLeaderWork]], bool]) -> list[Waiting[AwaitLeaderWork]]:
         taken = [one for one in self._waiting if is_taken(one)]
         self._waiting = [one for one in self._waiting if not is_taken(one)]
         return taken

@@ -34,7 +34,7 @@ from dflow.distributed.collectives.group_messages import (
     JoinGroup,
     LeaderWorks,
 )
-from dflow.distributed.collectives.leader_work import LeaderWorkBook
+from dflow.distributed.collectives.leader_work import LeaderWorkBook, Waiting
 from dflow.distributed.coordinator.barriers import Barriers
 from dflow.distributed.coordinator.coordinator_events import Command, Log, SendReply
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
@@ -57,32 +57,13 @@ Describe = Callable[[str, float], str]
 AtBarrier = Callable[[str], tuple[str, frozenset[str]] | None]
 
 
-@dataclass(frozen=True)
-class _Applicant:
-    """A task that waits for its group to form; `life` is its own, `ask` the request to answer."""
-
-    ask: int
-    life: int
-    until_s: float
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class _GivenWord:
-    """A member's part in an exchange, which waits for the others."""
-
-    ask: int
-    until_s: float
-    request: Exchange
-
-
 @dataclass
 class _Channel:
     """The exchanges of one thread of the program: the number and the words of the last one, and the open one."""
 
     number: int = 0
     words: tuple[str, ...] = ()
-    given: dict[str, _GivenWord] = field(default_factory=dict)
+    given: dict[str, Waiting[Exchange]] = field(default_factory=dict)
     began_s: float = 0.0
     is_announced: bool = False
 
@@ -128,59 +109,45 @@ class ProcessGroups(CoordinatorPart):
     def __init__(self, expected: Expected, describe: Describe, at_barrier: AtBarrier = lambda task: None) -> None:
         self._expected, self._describe, self._at_barrier = expected, describe, at_barrier
         #: By job, the tasks that wait for a group.
-        self._waiting: dict[str, dict[str, _Applicant]] = {}
+        self._waiting: dict[str, dict[str, Waiting[JoinGroup]]] = {}
         #: By life of a member.
         self._groups: dict[int, _Group] = {}
-
-    @requests.handles(JoinGroup)
-    def _join(self, request: JoinGroup, received: Received) -> Sequence[Command]:
-        return self.join(received.at_s, received.ask, received.life, request)
-
-    @requests.handles(Exchange)
-    def _take_word(self, request: Exchange, received: Received) -> Sequence[Command]:
-        return self.exchange(received.at_s, received.ask, received.life, request)
-
-    @requests.handles(AwaitLeaderWork)
-    def _await_work(self, request: AwaitLeaderWork, received: Received) -> Sequence[Command]:
-        return self.await_work(received.at_s, received.ask, received.life, request)
-
-    @requests.handles(LeaderWorks)
-    def _note_work(self, told: LeaderWorks, received: Received) -> Sequence[Command]:
-        return [*self.note_work(received.life, told), SendReply(received.ask, Ok())]
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
         """End the groups of tasks that have left."""
         return [reply for one in left for reply in self.leave(at_s, one.task, one.life, one.described)]
 
-    def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Form the groups that wait for no task any longer, and end the waits whose time is over."""
-        return self.tick(at_s)
-
-    def join(self, at_s: float, ask: int, life: int, request: JoinGroup) -> list[SendReply]:
+    @requests.handles(JoinGroup)
+    def join(self, request: JoinGroup, received: Received) -> Sequence[Command]:
         """Note that a live task asks for a group; answer all when it was the last one."""
-        if life in self._groups:  # the answer was lost with a connection
-            return [SendReply(ask, self._groups[life].formed)]
+        if received.life in self._groups:  # the answer was lost with a connection
+            return [SendReply(received.ask, self._groups[received.life].formed)]
         job, _ = split_task_name(request.task)
-        until_s = at_s + request.timeout_s
-        self._waiting.setdefault(job, {})[request.task] = _Applicant(ask, life, until_s, request.timeout_s)
-        return self._form(job, at_s)
+        self._waiting.setdefault(job, {})[request.task] = Waiting(request, received)
+        return self._form(job, received.at_s)
 
-    def exchange(self, at_s: float, ask: int, life: int, request: Exchange) -> list[SendReply]:
+    @requests.handles(Exchange)
+    def exchange(self, request: Exchange, received: Received) -> Sequence[Command]:
         """Take the word of a live task; answer all members when it was the last one."""
-        group = self._going_on(life, request.task)
+        group = self._going_on(received.life, request.task)
         if isinstance(group, Failure):
-            return [SendReply(ask, group)]
+            return [SendReply(received.ask, group)]
         passed = group.works.come(request.task, request.number) if request.channel == MAIN else []
-        return passed + self._exchange(at_s, ask, group, request)
+        return passed + self._exchange(group, request, received)
 
-    def await_work(self, at_s: float, ask: int, life: int, request: AwaitLeaderWork) -> list[SendReply]:
+    @requests.handles(AwaitLeaderWork)
+    def await_work(self, request: AwaitLeaderWork, received: Received) -> Sequence[Command]:
         """Answer a live task when the member of rank 0 of its group has ended a work."""
-        group = self._going_on(life, request.task)
-        return [SendReply(ask, group)] if isinstance(group, Failure) else group.works.wait(at_s, ask, request)
+        group = self._going_on(received.life, request.task)
+        if isinstance(group, Failure):
+            return [SendReply(received.ask, group)]
+        return group.works.wait(Waiting(request, received))
 
-    def note_work(self, life: int, told: LeaderWorks) -> list[SendReply]:
+    @requests.handles(LeaderWorks)
+    def note_work(self, told: LeaderWorks, received: Received) -> Sequence[Command]:
         """Note that a member of rank 0 has begun or ended a work for its group."""
-        return self._groups[life].works.note(told) if life in self._groups else []
+        group = self._groups.get(received.life)
+        return [*(group.works.note(told) if group is not None else []), SendReply(received.ask, Ok())]
 
     def _going_on(self, life: int, task: str) -> _Group | Failure:
         """Return the group of a life, or the answer if it is over."""
@@ -190,19 +157,19 @@ class ProcessGroups(CoordinatorPart):
         why = group.lost if group is not None else "the coordinator was started again, and knows it no longer"
         return Failure("TaskLost", f"the group of {short_task_name(task)} is over: {why}")
 
-    def _exchange(self, at_s: float, ask: int, group: _Group, request: Exchange) -> list[SendReply]:
+    def _exchange(self, group: _Group, request: Exchange, received: Received) -> list[SendReply]:
         channel = group.channels.setdefault(request.channel, _Channel())
         if request.number == channel.number:  # the answer was lost with a connection
-            return [SendReply(ask, Exchanged(channel.words))]
+            return [SendReply(received.ask, Exchanged(channel.words))]
         if not channel.given:
-            channel.began_s, channel.is_announced = at_s, False
-        channel.given[request.task] = _GivenWord(ask, at_s + request.timeout_s, request)
+            channel.began_s, channel.is_announced = received.at_s, False
+        channel.given[request.task] = Waiting(request, received)
         if len({one.request.name for one in channel.given.values()}) > 1:
             return _refuse(channel, "StrategyError", _apart(channel))
         if len(channel.given) < len(group.members):
             return []
         channel.number, channel.words = request.number, tuple(channel.given[one].request.word for one in group.members)
-        answers = [SendReply(one.ask, Exchanged(channel.words)) for one in channel.given.values()]
+        answers = [SendReply(one.received.ask, Exchanged(channel.words)) for one in channel.given.values()]
         channel.given.clear()
         return answers
 
@@ -221,27 +188,26 @@ class ProcessGroups(CoordinatorPart):
             replies += _refuse(channel, "TaskLost", group.described_end)
         return replies + group.works.lose(group.described_end)
 
-    def tick(self, at_s: float) -> list[SendReply | Log]:
+    def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
         """Form the groups that wait for no task any longer, and end the waits that are past their deadlines."""
-        commands: list[SendReply | Log] = []
+        commands: list[Command] = []
         for job, waiting in self._waiting.items():
             commands += self._form(job, at_s)
             late = [task for task, applicant in waiting.items() if at_s >= applicant.until_s]
             missing = self._named(set(self._expected(job, at_s)) - set(waiting), at_s) if late else ""
             for task in late:
                 applicant = waiting.pop(task)
-                waited = f"{short_task_name(task)} waited {applicant.timeout_s:g} s for its group to form"
+                waited = f"{short_task_name(task)} waited {applicant.request.timeout_s:g} s for its group to form"
                 remedy = "start what is missing, and have each call dflow.connect(collectives=True)"
-                commands.append(
-                    SendReply(applicant.ask, Failure("DeadlineExceeded", f"{waited}; missing: {missing}\n  {remedy}"))
-                )
+                failure = Failure("DeadlineExceeded", f"{waited}; missing: {missing}\n  {remedy}")
+                commands.append(SendReply(applicant.received.ask, failure))
         for group in {id(group): group for group in self._groups.values()}.values():
             for channel in group.channels.values():
                 commands += self._expire(group, channel, at_s)
             commands += group.works.expire(at_s)
         return commands
 
-    def _expire(self, group: _Group, channel: _Channel, at_s: float) -> list[SendReply | Log]:
+    def _expire(self, group: _Group, channel: _Channel, at_s: float) -> list[Command]:
         if not channel.given or (at_s - channel.began_s < LONG_EXCHANGE_S and not _is_late(channel, at_s)):
             return []
         name = next(iter(channel.given.values())).request.name
@@ -274,9 +240,9 @@ class ProcessGroups(CoordinatorPart):
         waiting = self._waiting.get(job, {})
         if not waiting or not waiting.keys() >= set(self._expected(job, at_s)):
             return []
-        group = _Group({task: waiting[task].life for task in sorted(waiting, key=split_task_name)})
+        group = _Group({task: waiting[task].received.life for task in sorted(waiting, key=split_task_name)})
         self._groups.update(dict.fromkeys(group.members.values(), group))
-        answers = [SendReply(applicant.ask, group.formed) for applicant in waiting.values()]
+        answers = [SendReply(applicant.received.ask, group.formed) for applicant in waiting.values()]
         waiting.clear()
         return answers
 
@@ -302,4 +268,4 @@ def _refuse(channel: _Channel, kind: str, text: str) -> list[SendReply]:
     """Answer the members that wait in the channel with an error."""
     given = [*channel.given.values()]
     channel.given.clear()
-    return [SendReply(one.ask, Failure(kind, text)) for one in given]
+    return [SendReply(one.received.ask, Failure(kind, text)) for one in given]

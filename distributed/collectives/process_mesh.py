@@ -21,7 +21,7 @@ from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.collectives.compared_variables import compare_variables
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.steps.steps_ahead import refusing_steps
-from dflow.distributed.training.applying import SharedVariables, shared_step
+from dflow.distributed.training.applying import shared_step
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import DeviceError, StrategyError
 from dflow.tracing.ir.types import array_type_of
@@ -80,10 +80,10 @@ class ProcessMesh:
 
         A step with variables on other tasks is refused: each process would run all of it, and apply each update again.
         """
-        variables = SharedVariables(lambda one: not self._has(one), "strategy.variables()")
         why = "AllReduce: expected a step over variables of the mesh, got one with variables or queues on other tasks"
         remedy = "train by Hybrid, which has tables on tasks, or by Sync"
-        with shared_step(variables), refusing_steps(why, remedy), programs.step(point, is_one_call=is_one_call):
+        ours = shared_step(lambda one: not self._has(one), "strategy.variables()")
+        with ours, refusing_steps(why, remedy), programs.step(point, is_one_call=is_one_call):
             yield
 
     def _has(self, variable: Any) -> bool:

@@ -48,7 +48,7 @@ class _RoundAccumulator(ConditionalAccumulator):
     is_saved = False
 
 
-class OptimizersTogether:
+class OptimizersTogether(GivenOptimizer):
     """The optimizers of one step as one, whose gradients are a tuple of those of each."""
 
     def __init__(self, optimizers: Sequence[GivenOptimizer]) -> None:

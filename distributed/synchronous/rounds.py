@@ -23,6 +23,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.synchronous.round_messages import RoundOpen
+from dflow.distributed.wire.messages.basic import Failure
+
 
 @dataclass(frozen=True)
 class OpenRound:
@@ -39,30 +43,11 @@ class SetEnough:
 
 
 @dataclass(frozen=True)
-class Announce:
-    """Answer the request: opening `number`, after `done` rounds. If all rounds are done, the run is over."""
-
-    request: int
-    number: int
-    done: int
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """Answer the request with an error."""
-
-    request: int
-    text: str
-    #: Name of the error's class.
-    kind: str = "RemoteError"
-
-
-@dataclass(frozen=True)
 class FreeRun:
     """Free all that the run holds but its numbers, and cancel its waiting accumulator take."""
 
 
-RoundCommand = OpenRound | SetEnough | Announce | Refuse | FreeRun
+RoundCommand = OpenRound | SetEnough | SendReply | FreeRun
 
 
 @dataclass
@@ -142,9 +127,10 @@ class Rounds:
         """
         before: list[RoundCommand] = []
         if worker in self.requests:
-            before = [Refuse(self.requests.pop(worker), f"a later request of {worker} has taken the place of this one")]
+            text = f"a later request of {worker} has taken the place of this one"
+            before = [SendReply(self.requests.pop(worker), Failure("RemoteError", text))]
         if self.is_over:
-            return [*before, Announce(request, self.number, self.done)]
+            return [*before, self._opening(request)]
         if worker in self.untold or not self.is_open:
             self.untold.discard(worker)
             return [*before, self._refusal(request)]
@@ -152,13 +138,17 @@ class Rounds:
         self.taking_part.add(worker)
         self.left.discard(worker)
         if done < self.number and worker not in self.given:
-            return [*before, Announce(request, self.number, self.done), *self._enough()]
+            return [*before, self._opening(request), *self._enough()]
         self.requests[worker] = request
         self.given.add(worker)
         return [*before, *self._enough()]
 
-    def _refusal(self, request: int) -> Refuse:
-        return Refuse(request, self.failure or f"{self.name!r} is not open; run it again", self.failure_kind)
+    def _opening(self, request: int) -> SendReply:
+        return SendReply(request, RoundOpen(self.number, self.done))
+
+    def _refusal(self, request: int) -> SendReply:
+        text = self.failure or f"{self.name!r} is not open; run it again"
+        return SendReply(request, Failure(self.failure_kind, text))
 
     def timed_out(self, request: int) -> list[RoundCommand]:
         """Refuse a request that has waited too long, unless it was answered."""
@@ -167,14 +157,11 @@ class Rounds:
             return []
         del self.requests[worker]
         missing = ", ".join(sorted(self.workers - self.given)) or "none"
-        return [
-            Refuse(
-                request,
-                f"round {self.done} of {self.name!r} has not ended: {self.enough} gradients are enough for it, "
-                f"{', '.join(sorted(self.given)) or 'nobody'} gave one and {missing} did not",
-                "DeadlineExceeded",
-            )
-        ]
+        text = (
+            f"round {self.done} of {self.name!r} has not ended: {self.enough} gradients are enough for it, "
+            f"{', '.join(sorted(self.given)) or 'nobody'} gave one and {missing} did not"
+        )
+        return [SendReply(request, Failure("DeadlineExceeded", text))]
 
     def leave(self, worker: str, done: int | None = None) -> list[RoundCommand]:
         """Handle a worker that stops taking part, after its gradients for the openings up to `done`; None: it died."""
@@ -189,7 +176,8 @@ class Rounds:
             self.left.add(worker)
         self.workers.discard(worker)
         request = self.requests.pop(worker, None)
-        told = [] if request is None else [Refuse(request, f"{worker} has left {self.name!r}")]
+        gone = Failure("RemoteError", f"{worker} has left {self.name!r}")
+        told = [] if request is None else [SendReply(request, gone)]
         return [*told, *self._enough(), *self._rest()]
 
     def mean_taken(self) -> list[RoundCommand]:
@@ -207,7 +195,7 @@ class Rounds:
         self.enough = 0
         if error:
             return [*self._fail(error, kind, requests), *self._rest()]
-        told: list[RoundCommand] = [Announce(request, self.number, self.done) for request in requests.values()]
+        told: list[RoundCommand] = [*map(self._opening, requests.values())]
         self.is_open = not self.is_over
         # Open the round before any worker is notified of it.
         begun = [] if self.is_over else [OpenRound(self.number), *self._enough()]
@@ -222,7 +210,7 @@ class Rounds:
         self.failure_kind = kind
         self.is_open = False
         self.untold = self.taking_part - {*requests}
-        return [self._refusal(request) for request in requests.values()]
+        return [*map(self._refusal, requests.values())]
 
     def _rest(self) -> list[RoundCommand]:
         if self.taking_part or self.is_updating or self.given or not self.is_held:

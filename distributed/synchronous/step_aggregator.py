@@ -21,18 +21,18 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.steps.plan_checks import MAX_COUNT
 from dflow.distributed.synchronous.round_messages import (
     LeaveRounds,
     NextRound,
     OpenRounds,
     ProposeRounds,
-    RoundOpen,
     RoundsAgreed,
     RoundsLeft,
     accumulator_on,
 )
-from dflow.distributed.synchronous.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
+from dflow.distributed.synchronous.rounds import FreeRun, OpenRound, RoundCommand, Rounds, SetEnough
 from dflow.distributed.task.arrivals import RequestArrival, RequestTable
 from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_server import TaskServer
@@ -398,12 +398,12 @@ class _AggregatedRun:
             case SetEnough(count):
                 assert self.update is not None
                 self.update.accumulator.set_enough(count)
-            case Announce(ask, number, done):
-                if (responder := self._answered(ask)) is not None:
-                    self.task.soon(responder.reply, RoundOpen(number, done))
-            case Refuse(ask, text, kind):
-                if (responder := self._answered(ask)) is not None:
-                    self.task.soon(responder.fail, error_of(Failure(kind, text), "rounds"))
+            case SendReply(ask, message):
+                responder = self._answered(ask)
+                if responder is not None and isinstance(message, Failure):
+                    self.task.soon(responder.fail, error_of(message, "rounds"))
+                elif responder is not None:
+                    self.task.soon(responder.reply, message)
             case FreeRun():
                 self._free()
 

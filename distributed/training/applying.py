@@ -7,10 +7,10 @@ is traced again, with nothing changed in it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -28,24 +28,24 @@ _KEY = "dflow_applier"
 _SHARED = "shared"
 
 
-class GivenOptimizer(Protocol):
+class GivenOptimizer(ABC):
     """The part of an optimizer that strategies need; see `dflow.Optimizer`."""
 
     name: str
 
     @property
+    @abstractmethod
     def variables(self) -> Any:
         """The pytree of variables that it updates."""
-        ...
 
     @property
+    @abstractmethod
     def settings(self) -> Sequence[str]:
         """Its numbers and other settings, one text for each, which are the same in every process with the same ones."""
-        ...
 
+    @abstractmethod
     def apply_mean(self, gradients: Any) -> None:
         """Update the variables by the mean of several workers' gradients."""
-        ...
 
 
 class Applier(Protocol):
@@ -116,29 +116,20 @@ def is_own(variable: Any) -> bool:
     return not variable.home.shares_names
 
 
-@dataclass(frozen=True)
-class SharedVariables:
-    """The variables that optimizers of a shared step may update; `is_own` is true for the others.
-
-    `where` is the block to make them in.
-    """
-
-    is_own: Callable[[Any], bool] = is_own
-    where: str = "cluster.parameter_servers()"
-
-
-#: In a step that several workers run, the variables that its optimizers may have.
-_shared: ContextVar[SharedVariables | None] = ContextVar("dflow_shared_steps", default=None)
+#: In a step that several workers run, whether its optimizers may not have a variable, and the block to make it in.
+_shared: ContextVar[tuple[Callable[[Any], bool], str] | None] = ContextVar("dflow_shared_steps", default=None)
 
 
 @contextmanager
-def shared_step(variables: SharedVariables = SharedVariables()) -> Iterator[None]:
+def shared_step(is_own: Callable[[Any], bool] = is_own, where: str = "cluster.parameter_servers()") -> Iterator[None]:
     """Return a context for a step of a run that several workers share: `refuse_own_variables` checks its updates.
+
+    is_own  whether its optimizers may not update a variable; variables made in the block `where` are none of these
 
     Outside, updates of a process's own variables are allowed. If one was traced there, functions are traced again
     inside, so that the check also sees functions with a cached trace.
     """
-    with within(_shared, variables), set_xla_metadata(**{_KEY: _SHARED}) if _traced_outside else nullcontext():
+    with within(_shared, (is_own, where)), set_xla_metadata(**{_KEY: _SHARED}) if _traced_outside else nullcontext():
         yield
 
 
@@ -160,13 +151,14 @@ def refuse_own_training(function: Any, name: str, trained: Iterable[Any]) -> Non
 def _refuse_own(holder: Any, variables: Iterable[Any], use: str, remedy: str) -> None:
     """In a `shared_step`, raise VariableError if one of the variables is of this process only; else note its holder."""
     shared = _shared.get()
-    variable = next(filter(is_own if shared is None else shared.is_own, variables), None)
+    is_refused, where = shared or (is_own, "")
+    variable = next(filter(is_refused, variables), None)
     if variable is not None and shared is None:
         _traced_outside.add(holder)
-    elif variable is not None and shared is not None:
+    elif variable is not None:
         raise VariableError(
             f"variable {variable.name!r}{use} lives in this process, so that the other workers would train variables "
             f"of their own",
-            f"{remedy} it within {shared.where}",
+            f"{remedy} it within {where}",
             at=variable.loc,
         )

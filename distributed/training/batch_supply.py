@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,6 @@ from dflow.tracing.errors import StrategyError
 
 #: In place of a batch, after the last one.
 END = object()
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """The error of taking a batch early, which is raised when its step takes it."""
-
-    error: Exception
 
 
 class BatchSupply:
@@ -43,8 +35,9 @@ class BatchSupply:
         self.taken = -1
         #: Number of batches taken and not put back, and whether there are no more.
         self.count, self.has_ended = 0, False
-        #: The batches of an iterable that were given back or taken early, or that of a function with its number.
-        self._early: deque[tuple[int | None, Any]] = deque()
+        #: The batches of an iterable that were given back or taken early, or that of a function with its number; with
+        #: the error of taking one early, which is raised when its step takes it.
+        self._early: deque[tuple[int | None, Any, Exception | None]] = deque()
         remedy = "give dflow.data.batches(data, size, epochs=None), which takes its rows"
         refuse_table("run: batches", batches, remedy, StrategyError)
         try:
@@ -65,9 +58,9 @@ class BatchSupply:
     def take(self, number: int) -> Any:
         """Return the batch of step `number`, or the iterable's next one; `END` after its last."""
         self.taken = number
-        batch = self._early.popleft()[1] if self._has(number) else self._next(number)
-        if isinstance(batch, _Failure):
-            raise batch.error
+        _, batch, error = self._early.popleft() if self._has(number) else (number, self._next(number), None)
+        if error is not None:
+            raise error
         self.has_ended = batch is END
         self.count += batch is not END
         return batch
@@ -79,20 +72,20 @@ class BatchSupply:
         """
         if not self._has(number):
             self._early.clear()
+            batch, failure = END, None
             try:
                 batch = self._next(number)
                 batch = batch if batch is END else tree_util.tree_map(_owned, batch)
             except Exception as error:
-                batch = _Failure(error)
-            self._early.append((number, batch))
-        _, batch = self._early[0]
-        return END if isinstance(batch, _Failure) else batch
+                batch, failure = END, error
+            self._early.append((number, batch, failure))
+        return self._early[0][1]
 
     def put_back(self, batch: Any) -> None:
         """Give back a batch whose step failed: the next step of an iterable takes it."""
         self.count -= 1
         if self._of is None:
-            self._early.appendleft((None, batch))
+            self._early.appendleft((None, batch, None))
 
     def _has(self, number: int) -> bool:
         return bool(self._early) and (self._of is None or self._early[0][0] == number)

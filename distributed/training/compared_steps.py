@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.steps.steps_ahead import RegisteredStep
 from dflow.distributed.training.applying import GivenOptimizer, applied_to
-from dflow.distributed.training.comparison_messages import CompareStep, RunRefused
+from dflow.distributed.training.work_messages import CompareStep, RunRefused
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.syntax.listing import ListedItem
 

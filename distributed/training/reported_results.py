@@ -10,7 +10,7 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import Command
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.training.plan_messages import TrainingEvent
+from dflow.distributed.training.work_messages import TrainingEvent
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.status import Report

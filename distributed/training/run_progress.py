@@ -16,8 +16,7 @@ from dflow.distributed.coordinator.coordinator_events import Command, Log
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
-from dflow.distributed.training.plan_messages import TrainingPlan
-from dflow.distributed.training.work_messages import ClaimSteps, RoundsDone, StepsDone
+from dflow.distributed.training.work_messages import ClaimSteps, RoundsDone, StepsDone, TrainingPlan
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.status import NotFinite, WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name

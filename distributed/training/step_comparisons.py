@@ -21,7 +21,7 @@ from typing import ClassVar
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
 from dflow.distributed.coordinator.membership import NORMAL_ENDS, ReleaseTask
-from dflow.distributed.training.comparison_messages import CompareStep, RunRefused, StepCompared
+from dflow.distributed.training.work_messages import CompareStep, RunRefused, StepCompared
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.tracing.devices.task_name import short_task_name

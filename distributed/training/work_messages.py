@@ -1,10 +1,10 @@
-"""Progress of training runs: claims of their steps by workers, and reports of steps and rounds that are done."""
+"""Messages of workers to the coordinator: claims of steps, progress of runs, whole runs of trainers, comparisons."""
 
 from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.message import Marked, Notice, Request
+from dflow.distributed.wire.messages.message import Marked, Message, Notice, Request
 from dflow.distributed.wire.messages.status import NotFinite
 
 
@@ -106,3 +106,69 @@ class RoundsDone(Notice, frozen=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     not_finite: NotFinite | None = None
     undone: int = 0
+
+
+class TrainingPlan(Notice, frozen=True):
+    """Runs named `run`, a space, and their first and last step, as in `fit 50-100`, are parts of one of `total` steps.
+
+    `first`    number of steps that earlier programs have done
+    `is_over`  whether a callback has ended it, so that the steps that are not done are not missing
+    """
+
+    speaker = "task"
+
+    run: str
+    task: str
+    first: int
+    total: int
+    is_over: bool = False
+
+
+class TrainingEvent(Notice, frozen=True):
+    """An evaluation or a checkpoint, by `kind`, after `steps` steps of the run; `metrics` are the evaluation's."""
+
+    speaker = "task"
+
+    run: str
+    task: str
+    kind: str
+    steps: int
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The event for people."""
+        found = ", ".join(f"{name} {value:.6g}" for name, value in self.metrics.items())
+        return f"{self.kind} of run {self.run!r} after {self.steps} steps{': ' if found else ''}{found}"
+
+
+class StepCompared(Message, frozen=True):
+    """The step is that of the run's other workers, unless `is_known` is false: then the items are needed."""
+
+    is_known: bool
+
+
+class CompareStep(Request[StepCompared], frozen=True):
+    """Compare a step of a worker with those of the run's other workers; refused with StrategyError if it differs.
+
+    `run`     name of the run
+    `key`     steps with one key must be equal
+    `digest`  of the items
+    `items`   descriptions of the variables that the step writes and of the optimizers' settings; empty at first, and
+              sent if no worker has sent equal ones
+    """
+
+    speaker = "task"
+
+    run: str
+    task: str
+    key: str
+    digest: str
+    items: tuple[str, ...] = ()
+
+
+class RunRefused(Notice, frozen=True):
+    """The workers of a run have other steps, as `text` says, so each of them ends the run with a StrategyError."""
+
+    run: str
+    text: str

@@ -10,7 +10,7 @@ from dflow.distributed.snapshots.pause_messages import HoldSteps
 from dflow.distributed.snapshots.snapshot_messages import CaptureState, LoadState, SnapshotCommitted, StateRestored
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.task_role import TASK_PARTS
-from dflow.distributed.training.comparison_messages import RunRefused
+from dflow.distributed.training.work_messages import RunRefused
 from dflow.distributed.wire.codec import MESSAGES
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.message import Message, Notice, Request

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.asynchronous.staleness import AdmitStep, BoundedSteps, RefuseStep, StalenessCommand
+from dflow.distributed.asynchronous.staleness import BoundedSteps
+from dflow.distributed.asynchronous.staleness_messages import StepAdmitted
+from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.wire.messages.basic import Failure
 from tests.effort import examples
 
 WORKERS = [f"/job:worker/task:{index}" for index in range(4)]
@@ -37,23 +40,23 @@ class Model:
     ended: list[tuple[str, int]] = field(default_factory=list)
     largest: int = 0
 
-    def follow(self, commands: list[StalenessCommand]) -> None:
+    def follow(self, commands: list[SendReply]) -> None:
         for command in commands:
-            worker = next(worker for worker, request in self.waiting.items() if request == command.request)
+            worker = next(worker for worker, request in self.waiting.items() if request == command.ask)
             del self.waiting[worker]
-            if not isinstance(command, AdmitStep):
+            if not isinstance(admitted := command.message, StepAdmitted):
                 continue
             held = self.held.setdefault(worker, [])
             read_at = self.updates
-            if command.uses_held:
+            if admitted.uses_held:
                 _, read_at = held.pop(0)
             else:
                 held.clear()
             self.running[worker] = Step(read_at)
             # The next values are read after this step's update, or with `prefetch` some of them now.
             while len(held) < self.prefetch:
-                held.append((command.version, self.updates))
-            held.append((command.version + 1, -1))
+                held.append((admitted.version, self.updates))
+            held.append((admitted.version + 1, -1))
 
     def begin(self, worker: str) -> None:
         if worker in self.running:
@@ -63,7 +66,7 @@ class Model:
         commands = self.steps.begin(self.asked, worker, self.asked, held[0][0] if held else None)
         if worker in self.waiting:
             [refused, *commands] = commands
-            assert isinstance(refused, RefuseStep)
+            assert isinstance(refused.message, Failure)
         self.waiting[worker] = self.asked
         self.follow(commands)
 
@@ -135,8 +138,8 @@ def test_no_step_lacks_more_updates_than_the_bound(actions: list[tuple[str, str]
     assert model.steps.is_idle
 
 
-def admitted(commands: list[StalenessCommand]) -> list[int]:
-    return [command.request for command in commands if isinstance(command, AdmitStep)]
+def admitted(commands: list[SendReply]) -> list[int]:
+    return [command.ask for command in commands if isinstance(command.message, StepAdmitted)]
 
 
 def test_a_request_that_waited_too_long_keeps_its_place() -> None:
@@ -147,7 +150,7 @@ def test_a_request_that_waited_too_long_keeps_its_place() -> None:
     steps.timed_out(2)
     assert steps.end("a", 1) == []
     [refused] = steps.timed_out(3)
-    assert "before b has begun its step" in refused.text  # type: ignore[union-attr]
+    assert "before b has begun its step" in refused.message.text  # type: ignore[attr-defined]
     assert admitted(steps.begin(4, "b", 4)) == [4]
 
 
@@ -159,4 +162,4 @@ def test_held_values_are_used_if_each_other_worker_can_still_begin_a_step(limit:
     steps.begin(3, "b", 3)
     # The values of version 0 lack the steps of both, and the second of b runs.
     [command] = steps.begin(4, "a", 4, held=0)
-    assert command == AdmitStep(4, 2, uses_held, 2)
+    assert command == SendReply(4, StepAdmitted(2, uses_held, 2))

@@ -10,9 +10,8 @@ from dflow.distributed.asynchronous.claimed_run import FIRST_CLAIM, LARGEST_CLAI
 from dflow.distributed.asynchronous.step_claims import FAILURE_S, StepClaims
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.training.plan_messages import TrainingPlan
 from dflow.distributed.training.run_progress import RunProgress
-from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone, TrainingPlan
 from dflow.distributed.wire.messages.basic import Failure
 from tests.effort import examples
 

@@ -15,8 +15,7 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed.collectives.agreed_programs import AgreedPrograms
-from dflow.distributed.collectives.own_resources import refuse_own_resources
+from dflow.distributed.collectives.agreed_programs import AgreedPrograms, refuse_own_resources
 from dflow.lowering.steps.program_watch import WatchedProgram
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.jaxprs.trace import trace, written_keys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,8 @@ from dflow.distributed.collectives.group_messages import (
     LeaderWorks,
 )
 from dflow.distributed.collectives.process_groups import LONG_EXCHANGE_S, ProcessGroups
-from dflow.distributed.coordinator.coordinator_events import Log, SendReply
+from dflow.distributed.coordinator.coordinator_events import Command, Log, SendReply
+from dflow.distributed.coordinator.coordinator_part import Received
 from dflow.distributed.wire.messages.basic import Failure
 from tests.effort import examples
 
@@ -39,8 +42,8 @@ class Room:
             lambda job, at_s: tuple(self.coming), lambda task, at_s: f"<{task[-1]}>", self.waiting.get
         )
 
-    def join(self, ask: int, task: str, at_s: float = 0.0) -> list[SendReply]:
-        return self.groups.join(at_s, ask, self.lives[task], JoinGroup(task, 60.0))
+    def join(self, ask: int, task: str, at_s: float = 0.0) -> list[Command]:
+        return [*self.groups.join(JoinGroup(task, 60.0), self.received(ask, task, at_s))]
 
     def formed(self) -> Room:
         for ask, task in enumerate(self.lives):
@@ -49,12 +52,18 @@ class Room:
 
     def give(
         self, ask: int, task: str, word: str, number: int = 1, at_s: float = 0.0, name: str = "here", channel: str = "c"
-    ) -> list[SendReply]:
+    ) -> list[Command]:
         request = Exchange(task, channel, number, name, word, 100.0)
-        return self.groups.exchange(at_s, ask, self.lives[task], request)
+        return [*self.groups.exchange(request, self.received(ask, task, at_s))]
+
+    def received(self, ask: int, task: str, at_s: float = 0.0) -> Received:
+        return Received(at_s, 0, ask, self.lives[task], None)  # type: ignore[arg-type]
+
+    def tick(self, at_s: float) -> list[Command]:
+        return self.groups.on_tick(at_s, None)  # type: ignore[arg-type]
 
 
-def texts(replies: list[SendReply] | list[SendReply | Log]) -> list[str]:
+def texts(replies: Sequence[Command]) -> list[str]:
     failures = [one.message for one in replies if isinstance(one, SendReply)]
     return [f"{failure.kind}: {failure.text}" for failure in failures if isinstance(failure, Failure)]
 
@@ -72,9 +81,9 @@ def test_a_task_that_will_not_come_back_is_left_out() -> None:
     room = Room(A, B, C)
     room.join(1, A)
     room.join(2, B)
-    assert room.groups.tick(1.0) == []
+    assert room.tick(1.0) == []
     room.coming.remove(C)
-    assert room.groups.tick(2.0) == [
+    assert room.tick(2.0) == [
         SendReply(1, GroupFormed((A, B), (0, 1))),
         SendReply(2, GroupFormed((A, B), (0, 1))),
     ]
@@ -83,10 +92,10 @@ def test_a_task_that_will_not_come_back_is_left_out() -> None:
 def test_a_group_that_does_not_form_names_the_missing_tasks() -> None:
     room = Room(A, B, C)
     room.join(1, A)
-    (text,) = texts(room.groups.tick(60.0))
+    (text,) = texts(room.tick(60.0))
     assert text.startswith("DeadlineExceeded: worker:0 waited 60 s for its group to form; missing: <1>, <2>\n  start")
     room.join(2, B, at_s=61.0)
-    assert room.groups.tick(120.0) == []
+    assert room.tick(120.0) == []
 
 
 def test_members_at_different_points_of_the_program_are_told_so() -> None:
@@ -115,10 +124,10 @@ def test_a_group_is_over_when_a_member_has_left(lost: str) -> None:
 def test_a_long_exchange_is_logged_once_and_ends_at_its_deadline() -> None:
     room = Room(A, B).formed()
     room.give(1, A, "", at_s=1.0, name="step 3")
-    assert room.groups.tick(LONG_EXCHANGE_S) == []
-    assert room.groups.tick(12.0) == [Log("worker:0 waited 11.0 s at step 3 for <1>")]
-    assert room.groups.tick(13.0) == []
-    assert texts(room.groups.tick(101.0)) == ["DeadlineExceeded: worker:0 waited 100.0 s at step 3 for <1>"]
+    assert room.tick(LONG_EXCHANGE_S) == []
+    assert room.tick(12.0) == [Log("worker:0 waited 11.0 s at step 3 for <1>")]
+    assert room.tick(13.0) == []
+    assert texts(room.tick(101.0)) == ["DeadlineExceeded: worker:0 waited 100.0 s at step 3 for <1>"]
 
 
 @settings(max_examples=examples(60))
@@ -130,7 +139,7 @@ def test_no_request_is_answered_twice_and_no_word_is_mixed(events: list[tuple[st
     numbers: dict[str, int] = {}
     waiting: set[str] = set()
     for task, leaves in events:
-        replies: list[SendReply] = []
+        replies: Sequence[Command] = []
         if leaves:
             replies = room.groups.leave(0.0, task, room.lives[task], "it left")
             room.lives[task], next_life = next_life, next_life + 1
@@ -160,12 +169,14 @@ def test_no_request_is_answered_twice_and_no_word_is_mixed(events: list[tuple[st
 WORK = LeaderWork("the save", 2, 1)
 
 
-def told(room: Room, has_ended: bool, error: str = "") -> list[SendReply]:
-    return room.groups.note_work(room.lives[A], LeaderWorks(A, WORK, has_ended, "Bad" if error else "", error))
+def told(room: Room, has_ended: bool, error: str = "") -> list[Command]:
+    works = LeaderWorks(A, WORK, has_ended, "Bad" if error else "", error)
+    *replies, _ = room.groups.note_work(works, room.received(9, A))
+    return replies
 
 
-def await_work(room: Room, ask: int, task: str, work: LeaderWork = WORK) -> list[SendReply]:
-    return room.groups.await_work(0.0, ask, room.lives[task], AwaitLeaderWork(task, work, 100.0))
+def await_work(room: Room, ask: int, task: str, work: LeaderWork = WORK) -> list[Command]:
+    return [*room.groups.await_work(AwaitLeaderWork(task, work, 100.0), room.received(ask, task))]
 
 
 @pytest.mark.parametrize("error", ["", "the disk is full"])
@@ -193,7 +204,7 @@ def test_a_work_that_the_first_member_passes_by_is_refused_immediately() -> None
 def test_a_wait_for_a_work_ends_at_its_deadline_and_with_the_group() -> None:
     room = Room(A, B).formed()
     await_work(room, 1, B)
-    assert texts(room.groups.tick(100.0)) == [
+    assert texts(room.tick(100.0)) == [
         (
             "DeadlineExceeded: worker:1 waits for the save by worker:0, and it has not ended\n"
             "  call it on all workers, or on worker:0 alone"
@@ -212,7 +223,7 @@ def test_an_exchange_whose_missing_members_wait_for_it_is_refused(where: str) ->
     else:
         room.give(1, B, "", name=END, channel=MAIN)
         room.give(2, A, "", name="a save", channel="other")
-    assert texts(room.groups.tick(LONG_EXCHANGE_S - 1)) == []
-    (text,) = texts(room.groups.tick(LONG_EXCHANGE_S))
+    assert texts(room.tick(LONG_EXCHANGE_S - 1)) == []
+    (text,) = texts(room.tick(LONG_EXCHANGE_S))
     place = "barrier 'start'" if where == "barrier" else END
     assert f"different points of the program: worker:0 at a save, worker:1 at {place}\n" in text

@@ -17,8 +17,7 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator_role import make_coordinator_state
-from dflow.distributed.training.plan_messages import TrainingEvent
-from dflow.distributed.training.work_messages import Claimed, ClaimSteps, RoundsDone
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps, RoundsDone, TrainingEvent
 from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Message

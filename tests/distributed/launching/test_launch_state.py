@@ -11,8 +11,7 @@ from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.launching.launch_state import LaunchState
 from dflow.distributed.snapshots.resumption import Snapshot, newest_snapshot
-from dflow.distributed.training.plan_messages import TrainingPlan
-from dflow.distributed.training.work_messages import ClaimSteps
+from dflow.distributed.training.work_messages import ClaimSteps, TrainingPlan
 from dflow.tracing.errors import ConfigError
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery, Recovered
-from dflow.distributed.training.plan_messages import TrainingPlan
-from dflow.distributed.training.work_messages import Claimed, ClaimSteps, RoundsDone
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps, RoundsDone, TrainingPlan
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.roster import Roster

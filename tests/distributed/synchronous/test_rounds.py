@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.synchronous.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
+from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.synchronous.round_messages import RoundOpen
+from dflow.distributed.synchronous.rounds import FreeRun, OpenRound, RoundCommand, Rounds, SetEnough
+from dflow.distributed.wire.messages.basic import Failure
 from tests.effort import examples
 
 A, B, C = "a", "b", "c"
@@ -33,16 +36,16 @@ def test_who_has_given_a_gradient_waits_for_the_update_and_who_is_late_does_not(
         last(run.ready(1, A, -1), run.ready(2, B, -1), run.ready(3, C, -1), run.ready(4, A, 0), run.ready(5, B, 0))
         == []
     )
-    assert run.updated() == [OpenRound(1), SetEnough(2), Announce(4, 1, 1), Announce(5, 1, 1)]
-    assert run.ready(6, C, 0) == [Announce(6, 1, 1)]
+    assert run.updated() == [OpenRound(1), SetEnough(2), SendReply(4, RoundOpen(1, 1)), SendReply(5, RoundOpen(1, 1))]
+    assert run.ready(6, C, 0) == [SendReply(6, RoundOpen(1, 1))]
 
 
 def test_a_worker_that_comes_late_or_again_is_waited_for_from_then_on() -> None:
     run = opened(wanted=3, workers=(A, B))
     assert run.enough == 2
-    assert run.ready(1, C, -1) == [Announce(1, 0, 0), SetEnough(3)]
+    assert run.ready(1, C, -1) == [SendReply(1, RoundOpen(0, 0)), SetEnough(3)]
     assert run.leave(A, -1) == [SetEnough(2)]
-    assert run.ready(2, A, -1) == [Announce(2, 0, 0), SetEnough(3)]
+    assert run.ready(2, A, -1) == [SendReply(2, RoundOpen(0, 0)), SetEnough(3)]
 
 
 def test_a_failed_update_is_told_once_to_each_and_the_round_is_done_again_when_the_run_is_opened_again() -> None:
@@ -51,19 +54,19 @@ def test_a_failed_update_is_told_once_to_each_and_the_round_is_done_again_when_t
         run.leave(C, -1), run.ready(1, A, -1), run.ready(3, A, 0), run.mean_taken(), run.updated("ps:1", "TaskLost")
     )
     text = "the update of round 0 of 'run' failed: ps:1\n  run it again under this name, and it goes on with this round"
-    assert refusals == [Refuse(3, text, "TaskLost")]
+    assert refusals == [SendReply(3, Failure("TaskLost", text))]
     assert last(run.leave(A, 0), run.began(A)) == []
-    assert run.ready(4, A, -1) == [Refuse(4, text, "TaskLost")], "it has not been opened again"
+    assert run.ready(4, A, -1) == [SendReply(4, Failure("TaskLost", text))], "it has not been opened again"
     # B still computes, and is waited for after it knows of the failure; C left regularly before.
     assert run.open(10, 2, (A, B, C)) == [OpenRound(1), SetEnough(2)]
-    assert run.ready(5, A, -1) == [Announce(5, 1, 0)]
-    assert run.ready(6, B, 0) == [Refuse(6, text, "TaskLost")]
+    assert run.ready(5, A, -1) == [SendReply(5, RoundOpen(1, 0))]
+    assert run.ready(6, B, 0) == [SendReply(6, Failure("TaskLost", text))]
     assert last(run.leave(B, 0), run.began(B), run.open(10, 2, (A, B)), run.ready(7, B, -1)) == [
-        Announce(7, 1, 0),
+        SendReply(7, RoundOpen(1, 0)),
         SetEnough(2),
     ]
     assert last(run.ready(8, A, 1), run.ready(9, B, 1)) == []
-    assert run.updated() == [OpenRound(2), SetEnough(2), Announce(8, 2, 1), Announce(9, 2, 1)]
+    assert run.updated() == [OpenRound(2), SetEnough(2), SendReply(8, RoundOpen(2, 1)), SendReply(9, RoundOpen(2, 1))]
 
 
 def test_what_a_run_holds_is_released_when_nobody_takes_part_and_held_again_for_the_next() -> None:
@@ -77,28 +80,28 @@ def test_what_a_run_holds_is_released_when_nobody_takes_part_and_held_again_for_
     assert run.updated() == [OpenRound(1), SetEnough(1), FreeRun()]
     assert run.began(A) == []
     assert run.open(2, 3, (A,)) == [OpenRound(1), SetEnough(1)]
-    assert last(run.ready(3, A, -1), run.ready(4, A, 1), run.mean_taken(), run.updated()) == [Announce(4, 2, 2)]
+    assert last(run.ready(3, A, -1), run.ready(4, A, 1), run.mean_taken(), run.updated()) == [
+        SendReply(4, RoundOpen(2, 2))
+    ]
     assert run.leave(A, 1) == [FreeRun()]
     assert last(run.began(B), run.open(2, 3, (B,))) == []
-    assert run.ready(5, B, -1) == [Announce(5, 2, 2)]
+    assert run.ready(5, B, -1) == [SendReply(5, RoundOpen(2, 2))]
     assert run.leave(B, -1) == []
 
 
 def test_a_wait_that_is_given_up_names_who_gave_no_gradient() -> None:
     run = opened()
     [refusal] = last(run.ready(1, A, -1), run.ready(2, A, 0), run.timed_out(2))
-    assert isinstance(refusal, Refuse)
-    assert refusal.kind == "DeadlineExceeded"
-    assert refusal.text == "round 0 of 'run' has not ended: 3 gradients are enough for it, a gave one and b, c did not"
+    text = "round 0 of 'run' has not ended: 3 gradients are enough for it, a gave one and b, c did not"
+    assert refusal == SendReply(2, Failure("DeadlineExceeded", text))
     assert run.timed_out(2) == []
 
 
 def test_a_second_ask_takes_the_place_of_the_first() -> None:
     run = opened()
     [refusal] = last(run.ready(1, A, -1), run.ready(2, A, 0), run.ready(3, A, 0))
-    assert isinstance(refusal, Refuse)
-    assert refusal.request == 2
-    assert Announce(3, 1, 1) in run.updated()
+    assert refusal.ask == 2  # type: ignore[union-attr]
+    assert SendReply(3, RoundOpen(1, 1)) in run.updated()
 
 
 class World:
@@ -128,11 +131,11 @@ class World:
                 case SetEnough(count):
                     assert 1 <= count <= self.wanted
                     self.enough = count
-                case Announce(ask, number):
+                case SendReply(ask, RoundOpen(number)):
                     worker = self.waiting.pop(ask)
                     assert number > self.at[worker] or number == self.rounds
                     self.at[worker], self.state[worker] = number, "over" if number == self.rounds else "busy"
-                case Refuse(ask):
+                case SendReply(ask):
                     self.waiting.pop(ask)
 
     def update(self) -> bool:

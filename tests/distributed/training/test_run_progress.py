@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
-from dflow.distributed.training.plan_messages import TrainingPlan
 from dflow.distributed.training.run_progress import RunProgress
+from dflow.distributed.training.work_messages import TrainingPlan
 
 WORKER = "/job:worker/task:0"
 COUNTS = {"fit 0-50": (50, 50), "fit 50-100": (20, 50), "run_0": (3, 9), "fit 2": (1, 4), "other 0-50": (5, 50)}

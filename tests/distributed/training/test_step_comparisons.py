@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
 from dflow.distributed.coordinator.membership import FINISHED
-from dflow.distributed.training.comparison_messages import CompareStep, RunRefused, StepCompared
 from dflow.distributed.training.step_comparisons import KEPT_RUNS, StepComparisons
+from dflow.distributed.training.work_messages import CompareStep, RunRefused, StepCompared
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.message import Message
 
