@@ -8,27 +8,32 @@ worker had claimed but not done.
 from __future__ import annotations
 
 import contextlib
+import logging
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
-from dflow.distributed.asynchronous.shared_steps import shared_steps
-from dflow.distributed.asynchronous.staleness_bound import SharedStep
+from dflow.distributed.asynchronous.staleness_bound import SharedStep, StalenessBound
 from dflow.distributed.asynchronous.worker_claims import claimed
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.steps.ahead_rules import AheadRules
+from dflow.distributed.training.applying import shared_step
 from dflow.distributed.training.batch_supply import END
+from dflow.distributed.training.compared_steps import ComparedSteps
 from dflow.distributed.training.step_report import REPORT_S, first_not_finite, losses_of, real_scalars
 from dflow.distributed.training.strategy import Strategy, StrategyRun, arguments_of
 from dflow.distributed.training.work_messages import ClaimSteps, StepsDone
 from dflow.distributed.wire.messages.status import NotFinite
 from dflow.tracing.errors import DflowError, StepEnded, TaskLost
 from dflow.tracing.near_names import suggests_keywords
+
+LOGGER = logging.getLogger("dflow")
 
 
 class Async(Strategy):
@@ -73,14 +78,14 @@ class Async(Strategy):
         self._rules, self._job = AheadRules(prefetch, lookahead, max_staleness), job
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
-        with self._shared_steps(run) as shared_step:
-            yield from self._steps(run, shared_step)
+        with self._shared_steps(run) as step_of:
+            yield from self._steps(run, step_of)
 
     def _shared_steps(self, run: StrategyRun) -> AbstractContextManager[SharedStep]:
         is_one_call = hasattr(run.step, "trace")
         return shared_steps(self.cluster, run.name, self._rules, self._job, is_one_call=is_one_call)
 
-    def _steps(self, run: StrategyRun, shared_step: SharedStep) -> Iterator[Any]:
+    def _steps(self, run: StrategyRun, step_of: SharedStep) -> Iterator[Any]:
         coordinator, task, state = self.cluster.coordinator, self.cluster.task, self.cluster.steps
         rules = self._rules
         claim = ClaimSteps(run.name, task, run.steps, max_staleness=rules.max_staleness, least=rules.least_claim)
@@ -97,7 +102,7 @@ class Async(Strategy):
                     if batch is END:
                         break
                     started, pending, is_done = time.perf_counter(), [batch], False
-                    step = shared_step(range(number, steps.stop), batches)
+                    step = step_of(range(number, steps.stop), batches)
                     with contextlib.suppress(StepEnded), step, run.guard.step():
                         try:
                             outcome = run.step(*arguments_of(batch))
@@ -152,6 +157,43 @@ class Async(Strategy):
         batch = run.batches.take(number)
         following = run.batches.take_early(number + 1) if number + 1 in steps and batch is not END else END
         return batch, None if following is END else (batch, following)
+
+
+@contextmanager
+def shared_steps(cluster: Cluster, run: str, rules: AheadRules, job: str, *, is_one_call: bool) -> Iterator[SharedStep]:
+    """Return the context of a loop over steps of `run`, which other workers, if there can be any, run too.
+
+    It gives the context of each step. Its first argument has the number of the step in the run, and the numbers of the
+    loop's next steps as far as they are known; the second, if not None, the batches of the step and of the next one.
+    State that a step changes on other tasks is changed once, however often the step is tried.
+
+    rules        when steps begin on other tasks. With a bound of their staleness, a step's context waits until the step
+                 may begin, and raises DeadlineExceeded
+    job          the job of the task that counts the steps for that
+    is_one_call  whether each step is one call of a function of `dflow.jit`, so that all workers call the same
+
+    What the steps write is compared with what those of the other workers write; a context raises StrategyError if it
+    differs.
+    """
+    if cluster.is_standalone:
+        yield lambda steps, batches: nullcontext()
+        return
+
+    compared = cluster.part(ComparedSteps)
+    on_new = partial(compared.compare_call, run, is_one_call=is_one_call)
+    with cluster.steps.ahead(run, rules, LOGGER.warning, on_new) as loop:
+
+        @contextmanager
+        def step(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
+            compared.refuse_unequal(run)
+            with cluster.server.gate.step(cluster.steps.timeout_s), shared_step(), loop.iteration(steps, batches):
+                yield
+
+        if rules.max_staleness is None:
+            yield step
+            return
+        with StalenessBound(cluster, run, rules.max_staleness, job, loop).taking_part(step) as bounded:
+            yield bounded
 
 
 @dataclass

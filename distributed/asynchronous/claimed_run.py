@@ -228,7 +228,6 @@ class ClaimedRun:
         return replies
 
     def _refused(self, task: str, kind: str, text: str) -> list[SendReply]:
-        """Return the error for the worker's waiting request, if there is one."""
         return [SendReply(self.waiting[task], Failure(kind, text))] if task in self.waiting else []
 
     def leave(self, task: str, reason: str) -> list[SendReply]:
@@ -260,7 +259,6 @@ class ClaimedRun:
         return replies
 
     def _take(self, worker: ClaimingWorker) -> range:
-        """Return the next claim of a worker."""
         share = len(self.pool) // (SHARE_DIVISOR * len(self.sharing))
         most = min(LARGEST_CLAIM, int(CLAIM_WORK_S / worker.step_s)) if worker.step_s > 0 else FIRST_CLAIM
         count = max(1, min(max(most, worker.least), share))

@@ -109,7 +109,6 @@ class BoundedSteps:
         return refused
 
     def _refused(self, worker: str, text: str, kind: str = "RemoteError") -> list[SendReply]:
-        """Return the refusal of the worker's request, if it waits."""
         request, _ = self.waiting.get(worker, (None, None))
         return [] if request is None else [SendReply(request, Failure(kind, text))]
 
@@ -122,7 +121,6 @@ class BoundedSteps:
         return self.begun - self.running[worker] > self.limit
 
     def _admitted(self) -> list[SendReply]:
-        """Admit the first of the waiting steps, as many as may begin now."""
         replies: list[SendReply] = []
         while self.waiting and not any(map(self._is_full, self.running)):
             worker, (request, held) = next(iter(self.waiting.items()))

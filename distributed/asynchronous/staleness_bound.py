@@ -60,7 +60,6 @@ class StalenessBound:
             self._end(is_last=True)
 
     def _begin(self) -> None:
-        """Wait until the next step may begin."""
         if unsettled := self._unsettled():
             raise DeadlineExceeded(
                 f"{short_task_name(unsettled)} has not confirmed the end of a step that failed, and may still apply it",

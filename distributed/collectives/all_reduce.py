@@ -245,7 +245,6 @@ def _point(run: StrategyRun, number: int) -> str:
 
 
 def _refuse_unequal(what: str, given: Mapping[str, str]) -> None:
-    """Raise StrategyError if the workers have not given the same."""
     if len({*given.values()}) > 1:
         described = "; ".join(f"{one}: {text}" for one, text in given.items())
         raise StrategyError(

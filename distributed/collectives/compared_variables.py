@@ -74,7 +74,6 @@ def compare_variables(
 
 
 def _refuse(seen: Mapping[str, Sequence[_Seen]], point: str, remedy: str) -> None:
-    """Raise StrategyError for the first variable that differs between the processes."""
     rows = [dict(zip(seen, row, strict=True)) for row in itertools.zip_longest(*seen.values())]
     number = next(number for number, row in enumerate(rows) if _is_unequal([*row.values()]))
     described = [f"{name}: {_described(one) if one else 'none'}" for name, one in rows[number].items()]

@@ -173,7 +173,6 @@ def _mean(stacked: jax.Array) -> jax.Array:
 
 
 def _dense(gradients: Any) -> Any:
-    """Return gradients, or their types, without rows."""
 
     def dense(part: Any) -> Any:
         if not is_row_gradient(part):

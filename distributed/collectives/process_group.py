@@ -170,7 +170,6 @@ class ProcessGroup:
         atexit.unregister(self._end_of_program)
 
     def _look(self, roster: Roster) -> None:
-        """Look in a new roster for members that have left."""
         lost = [info for info in roster.tasks if info.life in self._lives and info.left_at_s is not None]
         faults = [
             f"{short_task_name(info.task)} has left: {info.left}" for info in lost if info.left not in NORMAL_ENDS

@@ -265,7 +265,6 @@ def _apart(channel: _Channel, elsewhere: Mapping[str, str] = {}) -> str:
 
 
 def _refuse(channel: _Channel, kind: str, text: str) -> list[SendReply]:
-    """Answer the members that wait in the channel with an error."""
     given = [*channel.given.values()]
     channel.given.clear()
     return [SendReply(one.received.ask, Failure(kind, text)) for one in given]

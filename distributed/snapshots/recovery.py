@@ -261,7 +261,6 @@ class Recovery(CoordinatorPart):
         return [Broadcast(tuple(peer for task in tasks if (peer := peers.get(task)) is not None), message)]
 
     def _made_since(self) -> tuple[str, ...]:
-        """Return the names of state that was made after the snapshot."""
         return tuple(name for name in self._directory.names() if name not in self._snapshots.committed.names)
 
     def _returned(self) -> list[Command]:

@@ -257,7 +257,6 @@ class TaskSnapshots(TaskPart):
         return [part for part in self._server.parts if part.saved_as]
 
     def _remove(self, is_removed: Callable[[int], bool]) -> None:
-        """Remove the parts of the snapshots with these numbers."""
         if self._folder is None or not self._folder.is_dir():
             return
         for part in self._folder.iterdir():

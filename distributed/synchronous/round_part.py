@@ -281,7 +281,6 @@ _kept: WeakKeyDictionary[GivenOptimizer, dict[str, Gradients]] = WeakKeyDictiona
 
 
 def _writes(stage: Any) -> bool:
-    """Whether a step updates variables of tasks itself."""
     return bool(written_on_tasks(_traced(stage)))
 
 

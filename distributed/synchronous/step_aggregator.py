@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -112,19 +112,11 @@ class StepAggregator(TaskPart):
         if name not in message.handles:
             raise WireError(f"run {message.name[:64]!r}: expected a plan for {name}, got {[*message.handles]}")
         arrays = decode_arrays((*message.before, *message.after), arrival.payload)
-        update = _MeanUpdate(
-            message.accumulator,
-            message.key,
-            self._task.resources.accumulator(message.key),
-            message.wanted,
-            message.handles,
-            arrays[: len(message.before)],
-            arrays[len(message.before) :],
-            message.epoch,
-        )
+        count = len(message.before)
+        update = _MeanUpdate(message, self._task.resources.accumulator(message.key), arrays[:count], arrays[count:])
         # The sender may not know yet of all workers that have left.
         workers = tuple(worker for worker in message.workers if not self._task.channel.has_left(worker))
-        self._run(message.name).open(update, message.rounds, workers)
+        self._run(message.name).open(update, workers)
 
     @requests.queued(NextRound)
     def ask(self, message: NextRound, arrival: RequestArrival) -> None:
@@ -240,16 +232,12 @@ class _Accumulators:
 
 @dataclass(frozen=True)
 class _MeanUpdate:
-    """The accumulator of a run, its name and key, and the plans that apply its averages."""
+    """The accumulator of a run, and the arrays that are fed before and after its averages."""
 
-    name: str
-    key: str
+    opened: OpenRounds
     accumulator: HeldAccumulator
-    wanted: int
-    handles: Mapping[str, int]
     before: Sequence[Any]
     after: Sequence[Any]
-    epoch: int  # the returns to a snapshot that the worker knows; this task may have got its state after them
 
 
 @dataclass
@@ -289,14 +277,15 @@ class _AggregatedRun:
                 self._handle(self._rounds.began, message.worker)
             return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
 
-    def open(self, update: _MeanUpdate, rounds: int, workers: Sequence[str]) -> None:
+    def open(self, update: _MeanUpdate, workers: Sequence[str]) -> None:
         """Set how averages are taken and applied; the first worker sets it for all, until an update fails."""
+        message = update.opened
         with self._lock:
-            self._refuse_other(rounds)
-            self._refuse_earlier(update.name)
+            self._refuse_other(message.rounds)
+            self._refuse_earlier(message.accumulator)
             if not self._rounds.is_over:
-                self.update, self.key = self.update or update, update.key
-            self._handle(self._rounds.open, rounds, update.wanted, workers)
+                self.update, self.key = self.update or update, message.key
+            self._handle(self._rounds.open, message.rounds, message.wanted, workers)
 
     def copy(self) -> RunCopy:
         """Return a copy of the run; see `StepAggregator.copy`."""
@@ -421,7 +410,7 @@ class _AggregatedRun:
         assert self.update is not None
         accumulator = self.update.accumulator
         step = ResourceOp(ops.accumulator_set_step.name)
-        take = ResourceOp(ops.accumulator_take.name, self.update.wanted, math.inf)
+        take = ResourceOp(ops.accumulator_take.name, self.update.opened.wanted, math.inf)
         try:
             accumulator.start(step, (number,), lambda _: None)
             self._cancel_take = accumulator.start(take, (), partial(self._taken, number))
@@ -455,10 +444,13 @@ class _AggregatedRun:
             return
 
         # After a failed update, the next one is of the same round: tasks that applied the first skip it.
-        epoch = max(self.accumulators.epoch, update.epoch)
+        # The worker may know of a return after which this task has got its state.
+        epoch = max(self.accumulators.epoch, update.opened.epoch)
         round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done, epoch=epoch, is_synchronous=True)
         try:
-            self.task.starter.start_unattended(update.handles, [*update.before, *mean, *update.after], ended, round_)
+            self.task.starter.start_unattended(
+                update.opened.handles, [*update.before, *mean, *update.after], ended, round_
+            )
         except Exception as error:
             ended(error)
 

@@ -72,16 +72,12 @@ class Sync(Strategy):
                 "leave requeue out, or give an iterable",
             )
         if not self.cluster.is_standalone:
-            yield from self._rounds(self._part(run.name), run)
+            yield from self._rounds(RoundPart(self.cluster, run.name, self._job), run)
             return
         # Each step is a round of one worker.
         for outcome in Async(self.cluster).results(run):
             self.accepted += 1
             yield outcome
-
-    def _part(self, run: str) -> RoundPart:
-        """Return this worker's part in a run of several."""
-        return RoundPart(self.cluster, run, self._job)
 
     def _rounds(self, part: RoundPart, run: StrategyRun) -> Iterator[Any]:
         progress, done = StepProgress(self.cluster, run.name, run.steps), -1

@@ -54,6 +54,7 @@ class RunProgress(CoordinatorPart):
     def __init__(self, records: DurableRecords) -> None:
         self._records = records
         self._workers = dict(records.load(_PROGRESS, WorkerProgress))
+        #: The first loss that is not finite of each run and name.
         self._not_finite = {(one.run, one.metric): one for _, one in records.load(_NOT_FINITE, NotFinite)}
         self._plans = dict(records.load(_PLAN, TrainingPlan))
         #: By run whose steps are claimed, and by run of synchronous training. The second has a record only from the
@@ -68,11 +69,6 @@ class RunProgress(CoordinatorPart):
         self.note_rounds(report, received.core.part(ClusterSnapshots).counted.undone)
         return []
 
-    @notices.handles(TrainingPlan)
-    def _note_plan(self, plan: TrainingPlan, received: Received) -> Sequence[Command]:
-        self.note_plan(plan)
-        return []
-
     def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """Log the news."""
         return [*map(Log, self.take_news())]
@@ -85,12 +81,7 @@ class RunProgress(CoordinatorPart):
     def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
         """Return the counts, and the losses that are not finite."""
         done, total = self.steps(self.counts())
-        return {"steps_done": done, "steps_total": total, "not_finite": self.not_finite}
-
-    @property
-    def not_finite(self) -> tuple[NotFinite, ...]:
-        """The first non-finite loss of each run and name."""
-        return tuple(self._not_finite.values())
+        return {"steps_done": done, "steps_total": total, "not_finite": tuple(self._not_finite.values())}
 
     def workers(self) -> tuple[WorkerProgress, ...]:
         """Return the progress of each task that ever reported steps, by name."""
@@ -177,7 +168,8 @@ class RunProgress(CoordinatorPart):
 
     # Plans.
 
-    def note_plan(self, plan: TrainingPlan) -> None:
+    @notices.handles(TrainingPlan)
+    def note_plan(self, plan: TrainingPlan, received: Received | None = None) -> Sequence[Command]:
         """Record a plan. A worker that is started again tells the steps that are done by then as earlier ones."""
         if (known := self._plans.get(plan.run)) is not None:
             plan = msgspec.structs.replace(
@@ -185,6 +177,7 @@ class RunProgress(CoordinatorPart):
             )
         self._plans[plan.run] = plan
         self._records.put(_PLAN + plan.run, plan)
+        return []
 
     def to_run_again(self, undone: Counts, before: Counts, counts: Counts) -> dict[str, tuple[int, int]]:
         """Return the runs that the program must run again, with their plan in place of its parts, and their counts.

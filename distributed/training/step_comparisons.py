@@ -61,17 +61,9 @@ class StepComparisons(CoordinatorPart):
         self._runs: dict[str, _Run] = {}
 
     @requests.handles(CompareStep)
-    def _compare(self, request: CompareStep, received: Received) -> Sequence[Command]:
-        return self.compare(received.ask, request, received.core.members.live_peers())
-
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Forget what tasks have given that failed."""
-        for one in left:
-            self.leave(one.task, one.reason)
-        return []
-
-    def compare(self, ask: int, request: CompareStep, live: Sequence[int]) -> list[SendReply | Broadcast]:
-        """Take a worker's description; `live` are the connections to notify if it differs."""
+    def compare(self, request: CompareStep, received: Received) -> Sequence[Command]:
+        """Take a worker's description, and notify all tasks if it differs."""
+        ask = received.ask
         run = self._runs.setdefault(request.run, _Run())
         while len(self._runs) > KEPT_RUNS:
             self._runs.pop(next(iter(self._runs)))
@@ -89,25 +81,24 @@ class StepComparisons(CoordinatorPart):
             known.append(_Described(request.digest, request.items, {request.task: None}))
             return [SendReply(ask, StepCompared(True))]
         run.refusal = _difference(known[0], request)
-        told = Broadcast(tuple(live), RunRefused(request.run, run.refusal))
+        told = Broadcast(received.core.members.live_peers(), RunRefused(request.run, run.refusal))
         return [SendReply(ask, Failure("StrategyError", run.refusal)), told]
 
-    def leave(self, task: str, reason: str) -> None:
-        """Forget what a task has given that failed."""
-        if reason in NORMAL_ENDS:
-            return
-        for name, run in [*self._runs.items()]:
-            run.tasks.pop(task, None)
-            for described in run.by_key.values():
-                for one in described:
-                    one.tasks.pop(task, None)
-                described[:] = [one for one in described if one.tasks]
-            if not run.tasks:
-                del self._runs[name]
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Forget what tasks have given that failed."""
+        for task in [one.task for one in left if one.reason not in NORMAL_ENDS]:
+            for name, run in [*self._runs.items()]:
+                run.tasks.pop(task, None)
+                for described in run.by_key.values():
+                    for one in described:
+                        one.tasks.pop(task, None)
+                    described[:] = [one for one in described if one.tasks]
+                if not run.tasks:
+                    del self._runs[name]
+        return []
 
 
 def _difference(known: _Described, request: CompareStep) -> str:
-    """Describe the first item that differs."""
     pairs = zip_longest(known.items, request.items, fillvalue="nothing more")
     first, second = next(((one, other) for one, other in pairs if one != other), ("", ""))
     sides = sorted([(next(iter(known.tasks)), first), (request.task, second)])

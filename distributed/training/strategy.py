@@ -120,7 +120,6 @@ class Strategy:
     def _loop(
         self, step: Callable[..., Any], batches: Any, steps: int, name: str | None, opened: OpenRun
     ) -> Generator[Any]:
-        """Yield the results of the steps, as `run`."""
         try:
             count = operator.index(steps)
         except TypeError:

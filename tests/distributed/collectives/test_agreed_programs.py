@@ -41,8 +41,6 @@ class Meeting:
 
 
 class Member:
-    """The group of one member."""
-
     names = NAMES
 
     def __init__(self, meeting: Meeting, index: int) -> None:
@@ -96,7 +94,6 @@ class Model:
         return lambda x: opt.apply([x])
 
     def inner(self, x: Any) -> Any:
-        """Return a value of a compiled function that closes over a key."""
         return jax.jit(lambda x: x + jax.random.normal(self.key, (3,)))(self.w + x)
 
 

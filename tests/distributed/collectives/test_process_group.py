@@ -29,24 +29,19 @@ class Coordinator:
         self.refuse: Callable[[str], None] | None = None
 
     def call_on_roster(self, look: Callable[[Roster], None]) -> None:
-        """Keep the function."""
         self.look = look
 
     def call_on_lost(self, refuse: Callable[[str], None]) -> None:
-        """Keep the function."""
         self.refuse = refuse
 
     def ask(self, message: Exchange, timeout_s: float) -> Exchanged:
-        """Answer an exchange of words."""
         self.asked.append(message.name)
         return Exchanged((message.word,) * len(TASKS))
 
     def leave(self, reason: str) -> None:
-        """Record the reason."""
         self.asked.append(f"leave: {reason}")
 
     def lose(self, left: str) -> None:
-        """Tell the group that the other member has left."""
         assert self.look is not None
         infos = [TaskInfo(TASKS[0], "", 0.0, life=1), TaskInfo(TASKS[1], "", 0.0, 1.0, left, life=2)]
         self.look(Roster(tuple(infos), ()))

@@ -91,7 +91,6 @@ class Tasks:
         self.handle(Started(self.now_s, f"cluster {self.asks}"))
 
     def place(self, name: str, task: str, *, is_created: bool = True) -> None:
-        """Have the worker place a variable, and create it."""
         assert isinstance(self.ask(PlaceVariable(name, "float32", (), 4, "ps", on=task)), Placed)
         if is_created:
             self.created[task].add(name)
@@ -120,7 +119,6 @@ class Tasks:
         return commands
 
     def join(self, task: str) -> None:
-        """Have a new process of a task join."""
         self.lives += 1
         self.process[task] = f"process {self.lives}"
         self.connect(task)
@@ -140,19 +138,16 @@ class Tasks:
         return self.answers.get(self.asks)
 
     def waiting(self, message: Message, task: str = WORKER) -> int:
-        """The number of a request that is not answered yet."""
         assert self.ask(message, task) is None
         return self.asks
 
     def refusal(self, ask: int) -> str:
-        """The text of the error that a request was answered with."""
         answer = self.answers[ask]
         assert isinstance(answer, Failure)
         assert answer.kind == "TaskLost"
         return answer.text
 
     def each(self, *tasks: str) -> None:
-        """Have each of these tasks handle its next notice, in this order."""
         for task in tasks:
             self.deliver(task)
 
@@ -175,7 +170,6 @@ class Tasks:
         self.join(task)
 
     def stop(self, task: str) -> None:
-        """End the process of a ps, which leaves; its disk stays."""
         self.tell(task, Leave(task, STOPPED))
         del self.peer[task]
         self.applied[task], self.set_epoch[task] = set(), 0
@@ -236,29 +230,24 @@ class Tasks:
         self.tell(task, StateLoaded(task, epoch, message.is_set))
 
     def make_again(self, task: str) -> None:
-        """Have the worker make again what a return has freed."""
         freed, self.freed = (self.freed, {}) if task == WORKER else ({}, self.freed)
         for name, holder in freed.items():
             self.place(name, holder)
 
     def settle(self) -> None:
-        """Have all tasks handle everything."""
         while sum(map(self.deliver, self.peer)):
             pass
 
     def settle_all_but(self, *silent: str) -> None:
-        """Have all other tasks handle everything."""
         while sum(self.deliver(task) for task in self.peer if task not in silent):
             pass
 
     def snapshot(self) -> None:
-        """Make the next snapshot, and commit it."""
         self.tick()
         self.settle()
 
 
 def sent(tasks: Tasks, kind: type[Message]) -> set[str]:
-    """The tasks that have a notice of this kind to handle."""
     return {task for task, notices in tasks.inbox.items() if any(isinstance(one, kind) for one in notices)}
 
 

@@ -17,12 +17,10 @@ from tests.effort import examples
 
 
 def holds(task: str) -> bool:
-    """Whether a task is a holder, in the tests below."""
     return task == PS0
 
 
 def ticked(members: Membership, from_s: float, to_s: float) -> list[MembershipCommand]:
-    """Tick at the usual interval, and return all commands."""
     ticks = range(int(2 * from_s) + 1, int(2 * to_s) + 1)
     return [command for tick in ticks for command in members.tick(tick / 2, holds)]
 

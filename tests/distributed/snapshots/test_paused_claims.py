@@ -31,7 +31,6 @@ BEGINNING = [
 
 @pytest.fixture
 def state() -> CoordinatorState:
-    """The state after the `BEGINNING`."""
     state = make_coordinator_state({"worker": 2})
     for event in BEGINNING:
         state.handle(event)
@@ -43,7 +42,6 @@ def answers(commands: Iterable[Command]) -> dict[int, Message]:
 
 
 def holds(commands: Iterable[Command]) -> list[int]:
-    """The numbers of the pauses that tasks are notified of."""
     messages = [command.message for command in commands if isinstance(command, Broadcast)]
     return [message.number for message in messages if isinstance(message, HoldSteps)]
 

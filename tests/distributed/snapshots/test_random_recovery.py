@@ -28,7 +28,6 @@ class RandomRecovery(RuleBasedStateMachine):
         return None if self.waits_for is None else self.tasks.answers.get(self.waits_for)
 
     def work(self) -> None:
-        """Do what the worker would do next."""
         if self.is_over:
             return
         if self.waits_for is not None:

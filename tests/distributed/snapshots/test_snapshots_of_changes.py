@@ -62,7 +62,6 @@ class Cluster:
         return {name: np.asarray(self.task.store.read(name)).tobytes() for name in TABLES}
 
     def scatter(self) -> None:
-        """Update few rows of a table."""
         name = str(self.draws.choice([name for name, (shape, _) in TABLES.items() if shape]))
         shape, dtype = TABLES[name]
         indices = self.draws.choice(shape[0], self.draws.integers(1, 4), replace=False)
@@ -70,7 +69,6 @@ class Cluster:
         self.task.store.update(name, "scatter_update", jnp.array(indices, jnp.int32), jnp.array(rows))
 
     def assign(self) -> None:
-        """Replace a whole variable."""
         name = str(self.draws.choice(list(TABLES)))
         self.task.store.write(name, jnp.array(bits(self.draws, TABLES[name][1], TABLES[name][0])))
 
@@ -90,7 +88,6 @@ class Cluster:
             self.snapshot(is_committed=False)
 
     def come_back(self, *, is_restarted: bool) -> None:
-        """Return to the committed snapshot, as another process or the same one."""
         if is_restarted:
             self.task = Task(self.folder)
         self.epoch += 1

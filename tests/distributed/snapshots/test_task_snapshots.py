@@ -55,8 +55,6 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 
 class Runs:
-    """Stands for the task's parts of steps."""
-
     def __init__(self) -> None:
         self.cancelled: list[StepId] = []
 
@@ -84,8 +82,6 @@ class Rounds(TaskPart):
 
 
 class Task:
-    """A process of the task, with its store."""
-
     def __init__(self, folder: Path | None) -> None:
         self.store, self.runs, self.told = Store(), Runs(), list[Notice]()
         self.rounds = Rounds()
@@ -216,7 +212,6 @@ def test_an_empty_process_copies_what_it_has_read_only_when_it_creates_its_varia
 
 
 def live(shape: tuple[int, ...]) -> list[jax.Array]:
-    """Return the JAX arrays of this shape."""
     gc.collect()
     return [array for array in jax.live_arrays() if array.shape == shape]
 

@@ -18,7 +18,6 @@ A, B, C = "a", "b", "c"
 
 
 def last(*commands: list[RoundCommand]) -> list[RoundCommand]:
-    """Return the commands of the last of some events."""
     return commands[-1]
 
 
@@ -139,7 +138,6 @@ class World:
                     self.waiting.pop(ask)
 
     def update(self) -> bool:
-        """Do the round's update if there are enough gradients."""
         if not self.is_taking or self.count < min(self.enough, self.wanted):
             return False
         self.averaged.append(self.count)
@@ -148,7 +146,6 @@ class World:
         return True
 
     def move(self, worker: str) -> None:
-        """Do a random action of a worker."""
         state = self.state[worker]
         if state in ("new", "dead"):
             self.at[worker] = -1

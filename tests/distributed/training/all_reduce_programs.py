@@ -18,7 +18,6 @@ DATA = [(_DRAWN.normal(size=(ROWS, 4)), _DRAWN.normal(size=(ROWS, 8))) for _ in 
 
 
 def part_of(strategy: Any, number: int, width: int = ROWS) -> tuple[Any, Any]:
-    """This process's part of a batch."""
     index, count = strategy.part
     x, y = (array.astype(np.float32) for array in DATA[number])
     mine = slice(index * width // count, (index + 1) * width // count)
@@ -55,7 +54,6 @@ class TableProgram:
         self.step = step
 
     def train(self) -> list[float]:
-        """Train on the first batches; return the sums of the values."""
         parts = [part_of(self.strategy, number) for number in range(4)]
         ids = [(np.abs(x[:, 0]) * 20).astype(np.int32) for x, _ in parts]
         batches = [(one, y) for one, (_, y) in zip(ids, parts, strict=True)]
@@ -93,11 +91,9 @@ class Program:
 
     @property
     def state(self) -> list[Any]:
-        """All that is saved."""
         return [self.w, self.b, self.generator, self.optimizer]
 
     def train(self, steps: int = 4, **options: Any) -> list[float]:
-        """Train on the first batches; return the losses."""
         run = self.strategy.run(
             self.step,
             [(*part_of(self.strategy, number), np.float32(0.5)) for number in range(steps)],
@@ -117,7 +113,6 @@ MAKERS = {
 
 
 def sum_by_optimizer(strategy: Any, kind: str) -> float:
-    """Return the sum of the parameters after two steps."""
     with strategy.variables():
         w = dflow.Variable(np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2), name=f"{kind}/w")
         optimizer = dflow.Optimizer(MAKERS[kind](), [w], name=kind)

@@ -60,10 +60,8 @@ class Turns:
             return self._events.setdefault(name, threading.Event())
 
     def done(self, name: str) -> None:
-        """Mark the event as done."""
         self._event(name).set()
 
     def wait(self, *names: str) -> None:
-        """Wait until all of these events are done."""
         for name in names:
             assert self._event(name).wait(DEADLINE_S), f"{name} never came"

@@ -40,7 +40,6 @@ class Counted:
         self._end = end
 
     def step(self, number: int) -> jax.Array:
-        """Count."""
         if number == 5:
             self._end()
         return self._add(1)
@@ -106,13 +105,11 @@ class Group:
         self.points: list[str] = []
 
     def exchange(self, point: str, word: str) -> tuple[str, str]:
-        """Record the point of the program."""
         self.points.append(point)
         stops = point.startswith("step 3 ")
         return word, word.replace('"stops":false', '"stops":true') if stops else word
 
     def computing(self) -> Any:
-        """Change nothing."""
         return nullcontext()
 
 

@@ -72,8 +72,6 @@ class Scripted(RecoveringState):
 
 
 class Lost(Scripted):
-    """A coordinator that is lost after the first claim."""
-
     def ask(self, claim: ClaimSteps, timeout_s: float) -> Claimed:
         if self.told:
             raise TransportClosed("the coordinator is lost")

@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("no_pause_is_long")]
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each step run, whether it was begun ahead."""
     found: list[bool] = []
     run = ClusterSteps._run
 

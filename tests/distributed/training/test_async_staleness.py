@@ -127,7 +127,6 @@ def test_values_are_fetched_ahead_where_the_bound_allows_it(
 
 
 def small(cluster: Cluster, both: threading.Barrier) -> None:
-    """Take part in a run of two workers, whose bound is too small for `prefetch`."""
     strategy = Async(cluster, max_staleness=4, prefetch=1)
     for number, _ in enumerate(strategy.run(Counted(cluster).step, itertools.repeat(jnp.int32(1)), steps=40, name="2")):
         if number == 0:

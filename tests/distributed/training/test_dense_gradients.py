@@ -60,7 +60,6 @@ class Layer:
 
 
 def kept(dense: DenseGradients) -> list[str]:
-    """Return the names of the variables that keep gradients in this process."""
     gc.collect()
     keys = LOCAL.store.keys()
     return [key for key in keys if key.startswith(f"{dense.name}/")]

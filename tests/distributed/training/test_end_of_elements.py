@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,13 +27,6 @@ STRATEGIES: dict[str, Callable[[Any], Any]] = {
     "sync": Sync,
     "backup": lambda cluster: Sync(cluster, backup_workers=1),
 }
-
-
-@pytest.fixture
-def tasks(tmp_path: Path) -> Iterator[Tasks]:
-    running = Tasks(tmp_path, every_s=0.05, workers=2)
-    yield running
-    running.close()
 
 
 def variables(cluster: Cluster) -> tuple[Any, Any]:
@@ -72,7 +64,6 @@ def train(
 
 
 def shared_queue(tasks: Tasks, count: int) -> list[Any]:
-    """A closed queue of some elements on ps:0, as each worker holds it."""
     queues = []
     for cluster in tasks.workers:
         variables(cluster)
@@ -85,13 +76,11 @@ def shared_queue(tasks: Tasks, count: int) -> list[Any]:
 
 
 def both(tasks: Tasks, work: Callable[[Cluster], Any]) -> list[Any]:
-    """What both workers return, in 60 s."""
     with ThreadPoolExecutor(2) as pool:
         return [one.result(60) for one in [pool.submit(work, cluster) for cluster in tasks.workers]]
 
 
 def seen_by(tasks: Tasks) -> Any:
-    """How often each element was seen."""
     seen, _ = variables(tasks.worker)
     return np.asarray(seen.read())
 

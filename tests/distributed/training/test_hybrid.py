@@ -19,16 +19,12 @@ from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 
 
 class Group:
-    """A group of one process."""
-
     number, names = 1, ("worker:0",)
 
     def exchange(self, point: str, word: str) -> tuple[str]:
-        """Return the word."""
         return (word,)
 
     def computing(self) -> Any:
-        """Change nothing."""
         return nullcontext()
 
 
@@ -42,21 +38,17 @@ class Part:
         self.run = ""
 
     def open(self, *given: Any) -> Any:
-        """Return something that stands for the accumulators."""
         return self
 
     def next(self, done: int) -> RoundOpen:
-        """Open the next round."""
         return RoundOpen(done + 1, done + 1)
 
     def run_step(self, gradients: Any, step: Any, batch: Any, opening: RoundOpen) -> tuple[Any, bool]:
-        """Run a step."""
         if opening.number == 2:
             self._step()
         return batch, True
 
     def leave(self, done: int) -> None:
-        """Record the round."""
         self.left.append(done)
 
 

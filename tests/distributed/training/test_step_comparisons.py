@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
-from dflow.distributed.coordinator.membership import FINISHED
+from dflow.distributed.coordinator.coordinator_part import Received
+from dflow.distributed.coordinator.membership import FINISHED, ReleaseTask
 from dflow.distributed.training.step_comparisons import KEPT_RUNS, StepComparisons
 from dflow.distributed.training.work_messages import CompareStep, RunRefused, StepCompared
 from dflow.distributed.wire.messages.basic import Failure
@@ -11,15 +14,20 @@ from dflow.distributed.wire.messages.message import Message
 
 A, B, C = "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2"
 LIVE = (1, 2, 3)
+RECEIVED = Received(0.0, 1, 4, 0, SimpleNamespace(members=SimpleNamespace(live_peers=lambda: LIVE)))  # type: ignore[arg-type]
+
+
+def leave(steps: StepComparisons, task: str, reason: str) -> None:
+    steps.on_leave([ReleaseTask(task, 0, reason)], 0.0, RECEIVED.core)
 
 
 def compared(steps: StepComparisons, task: str, *items: str, run: str = "run", key: str = "") -> Message:
     """Return the answer to a worker, which sends its items if they are asked for."""
     digest = " ".join(items)
-    answer, *_ = steps.compare(1, CompareStep(run, task, key, digest), LIVE)
+    answer, *_ = steps.compare(CompareStep(run, task, key, digest), RECEIVED)
     assert isinstance(answer, SendReply)
     if isinstance(answer.message, StepCompared) and not answer.message.is_known:
-        answer, *_ = steps.compare(2, CompareStep(run, task, key, digest, items), LIVE)
+        answer, *_ = steps.compare(CompareStep(run, task, key, digest, items), RECEIVED)
         assert isinstance(answer, SendReply)
     return answer.message
 
@@ -28,7 +36,7 @@ def test_another_step_is_refused_to_all_with_the_first_difference() -> None:
     steps = StepComparisons()
     compared(steps, B, "same", "w2")
     request = CompareStep("run", A, "", "digest", ("same", "w", "x"))
-    answer, told = steps.compare(4, request, LIVE)
+    answer, told = steps.compare(request, RECEIVED)
     assert isinstance(answer, SendReply)
     assert isinstance(answer.message, Failure)
     assert answer.message.kind == "StrategyError"
@@ -52,12 +60,12 @@ def test_the_step_of_a_task_that_failed_is_forgotten_and_that_of_one_that_ended_
     steps = StepComparisons()
     compared(steps, A, "wrong")
     assert isinstance(compared(steps, B, "right"), Failure)
-    steps.leave(A, "its process has ended")
+    leave(steps, A, "its process has ended")
     assert isinstance(compared(steps, C, "right"), Failure)  # B is refused, and has not left yet
-    steps.leave(B, "its process has ended")
-    steps.leave(C, "its process has ended")
+    leave(steps, B, "its process has ended")
+    leave(steps, C, "its process has ended")
     assert compared(steps, A, "right") == StepCompared(True)
-    steps.leave(A, FINISHED)
+    leave(steps, A, FINISHED)
     assert isinstance(compared(steps, B, "wrong"), Failure)
 
 

@@ -47,8 +47,6 @@ def test_a_strategy_is_one_class_with_the_arguments_of_all() -> None:
 
 def test_runs_without_a_name_are_numbered_for_each_strategy() -> None:
     class Again(Counting):
-        """Numbers its runs apart from those of `Counting`."""
-
         run_prefix = "again"
 
     one, other = Counting(), Again()
@@ -181,7 +179,6 @@ def test_a_worker_that_closes_its_cluster_in_its_loop_leaves_the_steps_to_the_ot
 
 
 def opened(results: Generator[int], cluster: Cluster) -> Generator[int]:
-    """Return a run with these results, as a strategy does."""
     run = OpenRun()
     return cluster.part(OpenRuns).add(run.of("run", results), run)
 

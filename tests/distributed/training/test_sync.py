@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,111 +24,89 @@ from tests.distributed.training.sync_programs import Sync, pair, together
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 
 
-def mlp(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
-    """A model of two layers: its variables, their optimizer and a step."""
-    with cluster.parameter_servers():
-        key = jax.random.key(0)
-        model = dflow.variables(
-            {
-                "hidden": lambda: jax.random.normal(key, (4, 8)) / 2,
-                "bias": lambda: jnp.zeros(8),
-                "out": lambda: jax.random.normal(key, (8, 1)),
-            },
-            prefix=f"{prefix}/",
-        )
-        optimizer = dflow.Optimizer(transformation, model, name=f"{prefix}/opt")
-
-    @dflow.jit
-    def step(x: Any, y: Any) -> Any:
-        def loss() -> Any:
-            return jnp.mean((jax.nn.tanh(x @ model["hidden"] + model["bias"]) @ model["out"] - y) ** 2)
-
-        value, gradients = dflow.value_and_grad(loss, model)()
-        optimizer.apply(gradients)
-        return {"loss": value}
-
-    return model, optimizer, step
+#: By name, the initial values of a model, and its output.
+MODELS: Any = {
+    "mlp": (
+        {
+            "hidden": lambda: jax.random.normal(jax.random.key(0), (4, 8)) / 2,
+            "bias": lambda: jnp.zeros(8),
+            "out": lambda: jax.random.normal(jax.random.key(0), (8, 1)),
+        },
+        lambda model, x: jax.nn.tanh(x @ model["hidden"] + model["bias"]) @ model["out"],
+    ),
+    # Each step looks up few rows of the table.
+    "rows": (
+        {"table": lambda: jax.random.normal(jax.random.key(1), (50, 3)), "out": lambda: jnp.ones((3, 1))},
+        lambda model, rows: model["table"][rows] @ model["out"],
+    ),
+}
 
 
-def embedding(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
-    """A table and a layer; each step looks up few rows of the table."""
-    with cluster.parameter_servers():
-        model = dflow.variables(
-            {"table": lambda: jax.random.normal(jax.random.key(1), (50, 3)), "out": lambda: jnp.ones((3, 1))},
-            prefix=f"{prefix}/",
-        )
-        optimizer = dflow.Optimizer(transformation, model, name=f"{prefix}/opt")
+class Model:
+    """A model with one optimizer, or with one for each of its variables, and a step."""
 
-    @dflow.jit
-    def step(rows: Any, y: Any) -> Any:
-        def loss() -> Any:
-            return jnp.mean((model["table"][rows] @ model["out"] - y) ** 2)
+    def __init__(self, cluster: Cluster, kind: str, transformations: Any, prefix: str) -> None:
+        initial, output = MODELS[kind]
+        with cluster.parameter_servers():
+            self.variables = model = dflow.variables(initial, prefix=f"{prefix}/")
+            parts = [[name] for name in model] if len(transformations) > 1 else [[*model]]
+            optimizers = [
+                dflow.Optimizer(made(), {name: model[name] for name in names}, name=f"{prefix}/{names[0]}/opt")
+                for made, names in zip(transformations, parts, strict=True)
+            ]
 
-        value, gradients = dflow.value_and_grad(loss, model)()
-        optimizer.apply(gradients)
-        return value
+        @dflow.jit
+        def step(x: Any, y: Any) -> Any:
+            value, gradients = dflow.value_and_grad(lambda: jnp.mean((output(model, x) - y) ** 2), model)()
+            for optimizer, names in zip(optimizers, parts, strict=True):
+                optimizer.apply({name: gradients[name] for name in names})
+            return {"loss": value}
 
-    return model, optimizer, step
+        self.step, self.slots = step, [optimizer.slots for optimizer in optimizers]
 
-
-def by_two(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
-    """As `embedding`, with an optimizer for the table and another for the layer."""
-    with cluster.parameter_servers():
-        table = dflow.Variable(lambda: jax.random.normal(jax.random.key(1), (50, 3)), name=f"{prefix}/table")
-        out = dflow.Variable(lambda: jnp.ones((3, 1)), name=f"{prefix}/out")
-        of_table = dflow.Optimizer(transformation, [table], name=f"{prefix}/of table")
-        of_out = dflow.Optimizer(optax.adam(1e-2), {"out": out}, name=f"{prefix}/of out")
-
-    @dflow.jit
-    def step(rows: Any, y: Any) -> Any:
-        value, gradients = dflow.value_and_grad(lambda: jnp.mean((table[rows] @ out - y) ** 2), [out, table])()
-        of_out.apply({"out": gradients[0]})
-        of_table.apply(gradients[1:])
-        return value
-
-    return [table, out], SimpleNamespace(slots=[of_table.slots, of_out.slots]), step
+    def state(self) -> Any:
+        return jax.device_get([dflow.read(self.variables), dflow.read(self.slots)])
 
 
 ROUNDS, EACH = 5, 4
 
 
-def numbers(prefix: str) -> list[tuple[Any, Any]]:
-    """The batches of all workers, one tuple for each step."""
+def numbers(kind: str) -> list[tuple[Any, Any]]:
     drawn = np.random.default_rng(0)
     x = [drawn.normal(size=(3, EACH, 4)).astype(np.float32) for _ in range(ROUNDS)]
     rows = [drawn.integers(0, 50, size=(3, EACH)).astype(np.int32) for _ in range(ROUNDS)]
     y = [drawn.normal(size=(3, EACH, 1)).astype(np.float32) for _ in range(ROUNDS)]
-    return list(zip(x if prefix == "mlp" else rows, y, strict=True))
+    return list(zip(x if kind == "mlp" else rows, y, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("make", "transformation"),
+    ("kind", "transformations"),
     [
-        (mlp, lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
-        (embedding, lambda: optax.adam(1e-2)),
-        (embedding, lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))),
-        (by_two, lambda: optax.adagrad(0.1)),
+        ("mlp", [lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))]),
+        ("rows", [lambda: optax.adam(1e-2)]),
+        ("rows", [lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))]),
+        ("rows", [lambda: optax.adagrad(0.1), lambda: optax.adam(1e-2)]),
     ],
     ids=["clipped adamw", "rows adam", "rows clipped momentum", "two optimizers"],
 )
 def test_three_workers_have_the_weights_of_one_process_on_all_their_batches(
-    workers: list[Cluster], make: Callable[..., Any], transformation: Callable[[], Any]
+    workers: list[Cluster], kind: str, transformations: list[Callable[[], Any]]
 ) -> None:
-    batches = numbers(make.__name__)
+    batches = numbers(kind)
 
     def work(index: int, cluster: Cluster) -> Any:
-        model, optimizer, step = make(cluster, transformation(), "together")
+        model = Model(cluster, kind, transformations, "together")
         mine = [(x[index], y[index]) for x, y in batches]
         strategy = Sync(cluster)
-        outcomes = list(strategy.run(step, mine, steps=ROUNDS, name="run"))
+        outcomes = list(strategy.run(model.step, mine, steps=ROUNDS, name="run"))
         assert (len(outcomes), strategy.accepted, strategy.dropped) == (ROUNDS, ROUNDS, 0)
-        return jax.device_get(dflow.read(model)), jax.device_get(dflow.read(optimizer.slots))
+        return model.state()
 
     found = together(workers, work)
-    model, optimizer, step = make(dflow.connect(), transformation(), "alone")
+    model = Model(dflow.connect(), kind, transformations, "alone")
     for x, y in batches:
-        step(np.concatenate(x), np.concatenate(y))
-    wanted = jax.device_get(dflow.read(model)), jax.device_get(dflow.read(optimizer.slots))
+        model.step(np.concatenate(x), np.concatenate(y))
+    wanted = model.state()
     for each in found:
         for got, right in zip(jax.tree.leaves(each), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(got, right, rtol=2e-5, atol=1e-6)
@@ -232,8 +209,9 @@ def test_a_run_of_no_rounds_looks_at_no_batch(workers: list[Cluster]) -> None:
 
 def test_the_last_result_comes_with_the_last_update(workers: list[Cluster]) -> None:
     """So a program that takes the results by `next`, and then stops, has trained and reported all steps."""
-    model, _, step = mlp(workers[0], optax.sgd(0.1), "last")
-    run = Sync(workers[0], backup_workers=2).run(step, lambda number: (np.ones((2, 4)), np.ones((2, 1))), steps=3)
+    made = Model(workers[0], "mlp", [lambda: optax.sgd(0.1)], "last")
+    model = made.variables
+    run = Sync(workers[0], backup_workers=2).run(made.step, lambda number: (np.ones((2, 4)), np.ones((2, 1))), steps=3)
     before = model["bias"].read()
     for _ in range(3):
         next(run)

@@ -39,7 +39,6 @@ def made(device: Any, transformation: Any, extra: Callable[[Any], Any]) -> tuple
 
 
 def batches() -> list[tuple[Any, Any]]:
-    """The batches of all workers, one pair for each step."""
     drawn = np.random.default_rng(0)
     return [tuple(drawn.normal(size=size).astype(np.float32) for size in ((3, 4, 3), (3, 4))) for _ in range(STEPS)]
 

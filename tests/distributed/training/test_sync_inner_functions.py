@@ -56,7 +56,6 @@ def batch_of(index: int, number: int) -> tuple[Any, Any]:
 
 
 def expected(steps: int) -> tuple[Any, Any]:
-    """The values of both variables, by NumPy."""
     w, table = np.arange(3.0), np.ones((ROWS, 3))
     for number in range(steps):
         of_w, of_table = np.zeros(3), np.zeros((ROWS, 3))

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,13 +26,6 @@ pytestmark = pytest.mark.once
 ROUNDS = 4
 #: The elements of both workers.
 COUNT = 2 * ROUNDS
-
-
-@pytest.fixture
-def tasks(tmp_path: Path) -> Iterator[Tasks]:
-    running = Tasks(tmp_path, every_s=0.05, workers=2)
-    yield running
-    running.close()
 
 
 class Program:
@@ -68,7 +60,6 @@ def programs(tasks: Tasks) -> list[Program]:
 
 
 def check(program: Program) -> None:
-    """Check that each element was used once."""
     np.testing.assert_array_equal(program.seen.read(), np.ones(COUNT))
     assert int(program.queue.size()) == 0
 

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.once
 
 
 def bytes_sent(memory: MemoryCluster, workers: list[Cluster]) -> Counter[tuple[str, str]]:
-    """The bytes that tasks have sent, by the jobs of both ends."""
     total: Counter[tuple[str, str]] = Counter()
     for server in [*(task.server for task in memory.tasks.values()), *(cluster.server for cluster in workers)]:
         for sent in server.traffic():
