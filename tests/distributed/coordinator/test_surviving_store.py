@@ -18,9 +18,8 @@ from dflow.distributed.coordinator_role import make_coordinator, make_coordinato
 from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
 from dflow.distributed.snapshots.resumption import EPOCH, SNAPSHOT
 from dflow.distributed.snapshots.snapshot_messages import CaptureState, Saved, SnapshotCommitted
-from dflow.distributed.training.plan_messages import TrainingPlan
 from dflow.distributed.training.run_progress import RunProgress
-from dflow.distributed.training.work_messages import ClaimSteps
+from dflow.distributed.training.work_messages import ClaimSteps, TrainingPlan
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.coordination import Decided, ElectOnce
 from dflow.distributed.wire.messages.message import Message
