@@ -106,9 +106,9 @@ def connect(
     try:
         if collectives:
             joined.part(Collectives).start()
-        place = read(METRICS_VARIABLE) if metrics_port is None else metrics_port
-        if place != "":
-            _serve_metrics(joined, place)
+        served_at = read(METRICS_VARIABLE) if metrics_port is None else metrics_port
+        if served_at != "":
+            _serve_metrics(joined, served_at)
     except BaseException:
         joined.close()
         raise
@@ -121,9 +121,9 @@ def connect(
     return joined
 
 
-def _serve_metrics(joined: Cluster, place: int | str) -> None:
+def _serve_metrics(joined: Cluster, address: int | str) -> None:
     """Serve the task's metrics, and print the address as task servers do: the port may be any free one."""
-    where = joined.serve_metrics(place)
+    where = joined.serve_metrics(address)
     print(f"dflow task {short_task_name(joined.task)}: metrics are served at {where}", file=sys.stderr, flush=True)
 
 

@@ -51,7 +51,7 @@ from dflow.tracing.ir.row_marks import SUFFIX
 from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.source import at
-from dflow.tracing.state.context import Slot, spread_here
+from dflow.tracing.state.context import ValueLocation, spread_here
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.initial_value import Initial
 from dflow.tracing.state.queues import Queue
@@ -80,7 +80,7 @@ class LocalHome:
         self.placement_s = placement_s
         self._named: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
 
-    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
+    def create(self, variable: Variable, initial: Initial, near: Variable | None) -> ValueLocation:
         if (refusal := self._clash(variable)) is not None:
             raise VariableError(refusal)
         is_marks = near is not None and variable.name == near.name + SUFFIX
@@ -91,8 +91,8 @@ class LocalHome:
         weakref.finalize(variable, self.store.table.drop, key).atexit = False
         sharding = self.store.sharding(key)
         if sharding is None or is_spread(sharding):
-            return Slot(None, key, sharding)
-        return Slot(device_name("", local_name(next(iter(sharding.device_set)))), key)
+            return ValueLocation(None, key, sharding)
+        return ValueLocation(device_name("", local_name(next(iter(sharding.device_set)))), key)
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
         return initial
@@ -209,11 +209,11 @@ class LocalHome:
         if self._named.get(variable.name) is variable:
             del self._named[variable.name]  # its name may be used again, with another type
 
-    def create_resource(self, resource: HostResource) -> Slot:
+    def create_resource(self, resource: HostResource) -> ValueLocation:
         key = f"{resource.name}#{resource.kind}{resource.serial}"
         self.store.resources[key] = make_resource(resource.name, resource.type, resource.settings)
         weakref.finalize(resource, self.store.resources.pop, key, None).atexit = False
-        return Slot(None, key)
+        return ValueLocation(None, key)
 
     def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         held = self.store.resource(resource.key)

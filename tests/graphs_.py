@@ -21,7 +21,7 @@ from dflow.tracing.ir.updates import KINDS, looked_up, updated
 from dflow.tracing.jax_frontend import primitives_by_name
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.source import Loc
-from dflow.tracing.state.context import Slot, home
+from dflow.tracing.state.context import ValueLocation, home
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable
 from tests.choice import choice
@@ -47,12 +47,12 @@ class DictHome:
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def create(self, variable: Variable, initial: Any, near: Variable | None) -> Slot:
+    def create(self, variable: Variable, initial: Any, near: Variable | None) -> ValueLocation:
         self.values[variable] = jnp.asarray(initial() if callable(initial) else initial)
-        return Slot(self._devices[(len(self.values) - 1) % len(self._devices)], variable.name)
+        return ValueLocation(self._devices[(len(self.values) - 1) % len(self._devices)], variable.name)
 
-    def create_resource(self, resource: HostResource) -> Slot:
-        return Slot(None, resource.name)
+    def create_resource(self, resource: HostResource) -> ValueLocation:
+        return ValueLocation(None, resource.name)
 
     def read(self, variable: Variable) -> jax.Array:
         value: jax.Array = self.values[variable]

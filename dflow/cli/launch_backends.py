@@ -1,6 +1,6 @@
-"""The places where `dflow launch` can start a cluster, each with its options of the command line.
+"""The backends by which `dflow launch` can start a cluster, each with its options of the command line.
 
-To add one, write its `LaunchPlace` in `distributed/launching/` and add a `LaunchBackend` to `BACKENDS`.
+To add one, write its `LaunchTarget` in `distributed/launching/` and add a `LaunchBackend` to `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from dflow.cli.command import at_least_one, checked, count
 from dflow.distributed.launching.launch_plan import LaunchPlan
-from dflow.distributed.launching.place import LaunchPlace
 from dflow.distributed.launching.ray_resources import ray_resources
 from dflow.distributed.launching.shares import even_shares
 from dflow.distributed.launching.ssh_hosts import placed, read_hosts
+from dflow.distributed.launching.task_programs import LaunchTarget
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.tracing.errors import ConfigError
@@ -26,14 +26,14 @@ from dflow.tracing.errors import ConfigError
 
 @dataclass(frozen=True)
 class LaunchBackend:
-    """A place for `dflow launch --on NAME`.
+    """A backend of `dflow launch --on NAME`.
 
     `add_options`  adds the options that only this backend takes; their default is None
-    `place`        returns the place, and a note for the user that may be empty. Raises ConfigError
+    `target`       returns the target, and a note for the user that may be empty. Raises ConfigError
     """
 
     add_options: Callable[[argparse.ArgumentParser], None]
-    place: Callable[[LaunchPlan, argparse.Namespace, SecurityPolicy], tuple[LaunchPlace, str]]
+    target: Callable[[LaunchPlan, argparse.Namespace, SecurityPolicy], tuple[LaunchTarget, str]]
 
 
 def add_backends(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def _machine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _this_machine(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchPlace, str]:
+def _this_machine(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchTarget, str]:
     shares = even_shares(os.environ, len(plan.workers), options.gpus_per_worker, options.cpus_per_worker)
     return ThisMachine(dict(zip(plan.workers, shares, strict=True))), ""
 
@@ -97,7 +97,7 @@ def _ray_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _on_ray(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchPlace, str]:
+def _on_ray(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchTarget, str]:
     try:
         from dflow.distributed.launching.on_ray import OnRay
     except ModuleNotFoundError as error:
@@ -107,8 +107,8 @@ def _on_ray(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPol
     asked: dict[str, dict[str, float]] = {}
     for jobs, each in ((plan.stock, options.ps_resources), (plan.jobs, options.worker_resources)):
         asked |= dict.fromkeys(jobs, each or {"CPU": 1.0})
-    place = OnRay(asked, plan.snapshots, is_secured=not isinstance(security, SameMachine))
-    return place, f"{place.described(plan.counts)}; "
+    target = OnRay(asked, plan.snapshots, is_secured=not isinstance(security, SameMachine))
+    return target, f"{target.described(plan.counts)}; "
 
 
 def _ssh_options(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +127,7 @@ def _ssh_options(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--ssh", metavar="COMMAND", help="ssh with options of yours, such as 'ssh -F FILE'")
 
 
-def _on_ssh(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchPlace, str]:
+def _on_ssh(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchTarget, str]:
     from dflow.distributed.launching.on_ssh import OnSsh
 
     if options.hosts is None:
@@ -136,9 +136,9 @@ def _on_ssh(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPol
     parts = placed(hosts, plan.servers, plan.workers)
     python, directory = options.python or sys.executable, options.directory or os.getcwd()
     command = shlex.split(options.ssh or "ssh")
-    place = OnSsh(parts, command, python, directory, is_secured=not isinstance(security, SameMachine))
+    target = OnSsh(parts, command, python, directory, is_secured=not isinstance(security, SameMachine))
     used = ", ".join(dict.fromkeys(part.host.name for part in parts.values()))
-    return place, f"by ssh on {used}, the coordinator here on {place.address}; "
+    return target, f"by ssh on {used}, the coordinator here on {target.address}; "
 
 
 THIS_MACHINE = "this-machine"

@@ -116,7 +116,7 @@ def _launch(options: argparse.Namespace) -> int:
             from dflow.distributed.launching.launch_state import LaunchState
 
             kept = LaunchState(options.snapshots.resolve(), options.script, plan.stock)
-        place, note = backend.place(plan, options, security)
+        target, note = backend.target(plan, options, security)
     except DflowError as error:
         if kept is not None:
             kept.close()
@@ -141,7 +141,7 @@ def _launch(options: argparse.Namespace) -> int:
         if kept is not None:
             view.show_event(kept.news)
         plan = _kept_here(plan, f"{state}/coordinator" if kept is None else str(kept.path), logs.folder)
-        status = launch(stop, plan, place, view, SocketTransport(security=security))
+        status = launch(stop, plan, target, view, SocketTransport(security=security))
         if kept is not None and status == 0:
             kept.finish()
         return status

@@ -39,7 +39,7 @@ _LATE = f"expected all values to be computed and written within {FLUSH_S:g} s; s
 class Logger(Callback):
     """Writes metrics by step. A subclass defines `_open`, `_write`, and what else it needs of `_discard` to `_abandon`.
 
-    where        the place of the files or of the server, for messages
+    where        the files' path or the server's address, for messages
     cluster      the result of `dflow.connect()`, for a loop by hand on a cluster; a trainer gives its own
     all_workers  whether each worker writes, apart from the others; by default the first of the job alone
     every        in a trainer: number of steps between the steps whose results are written, instead of means about once
@@ -62,7 +62,7 @@ class Logger(Callback):
         self._is_running = False
         #: Number of calls that failed since the last warning of failures, and whether one has succeeded since.
         self._lost, self._has_written = 0, False
-        #: Number of calls that found no place in the queue since the last warning.
+        #: Number of calls that found no room in the queue since the last warning.
         self._dropped = 0
         self._warned: set[str] = set()
         self._to_warn: list[str] = []
@@ -74,10 +74,10 @@ class Logger(Callback):
 
         The values need not be computed yet: a thread waits for them and writes them, about a second later. If 1000
         steps wait already, this waits for the oldest, for at most a minute; then values are lost, with a warning, until
-        there is a place again. The first call of a process replaces what earlier programs have written of this step and
+        there is room again. The first call of a process replaces what earlier programs have written of this step and
         later ones. A value that is no real scalar is left out, with a warning.
 
-        Raises TrainingError for a step that is no integer, and if the place cannot be written.
+        Raises TrainingError for a step that is no integer, and if the destination cannot be written.
         """
         self._log(self._checked_step(step), values, by_hand=True)
 
@@ -101,7 +101,7 @@ class Logger(Callback):
         self._end(failed=error is not None)
 
     def on_start(self, steps: int, cluster: Cluster) -> None:
-        """Open the files, so that a place that cannot be written is an error before the first step."""
+        """Open the files, so that a destination that cannot be written is an error before the first step."""
         self._join(cluster)
         self._is_running, self._has_begun, self._last_step = True, False, steps
         if not self._is_silent:
@@ -133,7 +133,7 @@ class Logger(Callback):
     # What a subclass defines. All are called in the logger's thread, but `_shut` and the first `_open`.
 
     def _open(self) -> None:
-        """Open the place, and keep its present contents."""
+        """Open the destination, and keep its present contents."""
 
     def _discard(self, first: int) -> None:
         """Replace what earlier programs have written of step `first` and later ones."""
@@ -149,7 +149,7 @@ class Logger(Callback):
         """Close what is open, after all values are written; `failed` if the program ends by an error."""
 
     def _abandon(self) -> None:
-        """After a failure: forget what is open, and clear `_is_open`, so that the next call opens the place again."""
+        """After a failure: forget what is open, and clear `_is_open`, so that the next call opens it again."""
 
     # What subclasses use.
 
@@ -217,15 +217,15 @@ class Logger(Callback):
         self._warn()
 
     def _begin(self, step: int) -> bool:
-        """Replace earlier values; return False if the thread has no place for that, so that the next step tries it."""
+        """Replace earlier values; return False if the thread has no room for that, so that the next step tries it."""
         self._has_begun = True  # before the wait, so that another thread does not begin too
         self._has_begun = self._is_silent or self._queue(partial(self._discard, step))
         return self._has_begun
 
     def _queue(self, write: Any) -> bool:
-        """Call `write` in the thread; return whether the thread has a place for it."""
-        has_place = self._opened().put(partial(self._written, write), FLUSH_S)
-        if has_place:
+        """Call `write` in the thread; return whether the thread has room for it."""
+        has_room = self._opened().put(partial(self._written, write), FLUSH_S)
+        if has_room:
             self._count_dropped()
             return True
         if not self._dropped:
@@ -237,13 +237,13 @@ class Logger(Callback):
         return False
 
     def _count_dropped(self) -> None:
-        """Have the program's thread warn of the number of calls that found no place."""
+        """Have the program's thread warn of the number of calls that found no room."""
         if self._dropped:
             self._warn_later(f"{self._dropped} entries are lost, as they found no place in the queue")
             self._dropped = 0
 
     def _opened(self) -> WriterThread:
-        """Return the thread, after opening the place if it is not open."""
+        """Return the thread, after opening the destination if it is not open."""
         if self._thread is None:
             try:
                 self._open()

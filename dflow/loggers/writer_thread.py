@@ -22,15 +22,15 @@ class WriterThread:
     def __init__(self, name: str, sync: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
         self._sync, self._failed = sync, failed
-        #: Whether the last call found no place.
+        #: Whether the last call found no room.
         self._is_stuck = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, call: Callable[[], None], timeout_s: float) -> bool:
-        """Run `call` after those before it; return False if there is no place for it within the time.
+        """Run `call` after those before it; return False if there is no room for it within the time.
 
-        After that, further calls get no time until there is a place again.
+        After that, further calls get no time until there is room again.
         """
         try:
             self._calls.put(call, timeout=0 if self._is_stuck else timeout_s)

@@ -87,7 +87,7 @@ class ModelServer:
             _check_savable(folders, learns=settings.learn)
         with _listening(address) as listener:
             self.models = {
-                model: ServedModel(model, place, settings, metrics.batch, report) for model, place in folders.items()
+                model: ServedModel(model, folder, settings, metrics.batch, report) for model, folder in folders.items()
             }
             _check_one_is_served(self.models)
             metrics.models = self.models

@@ -185,11 +185,11 @@ def _is_of_the_process(error: BaseException | None) -> bool:
 
 def _files_of(folder: Path) -> Files:
     found = []
-    for place, _, names in os.walk(folder):
+    for inner, _, names in os.walk(folder):
         for name in names:
             try:
-                state = os.stat(os.path.join(place, name))
+                state = os.stat(os.path.join(inner, name))
             except FileNotFoundError:
                 continue
-            found.append((os.path.join(place, name), state.st_size, state.st_mtime_ns))
+            found.append((os.path.join(inner, name), state.st_size, state.st_mtime_ns))
     return tuple(sorted(found))

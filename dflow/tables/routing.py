@@ -52,17 +52,17 @@ def route(layout: ShardLayout, numbers: Any) -> Route:
     is_first = is_row & (equal == jnp.arange(count))
     ranks, counts = _ranks(shard_of, is_first, divided)
     room_before = np.cumsum([0, *rooms]).astype(np.int32)
-    slots = jnp.asarray(room_before)[shard_of] + ranks
+    cells = jnp.asarray(room_before)[shard_of] + ranks
     none = room_before[-1]
     asked = jnp.asarray(np.repeat(sizes, rooms))
-    asked = asked.at[jnp.where(is_first, slots, none)].set(positions - jnp.asarray(bounds)[shard_of], mode="drop")
+    asked = asked.at[jnp.where(is_first, cells, none)].set(positions - jnp.asarray(bounds)[shard_of], mode="drop")
     # One value for each shard: it is sent once, with the row numbers.
     counted = [counts[shard] for shard in range(divided)]
     rows = [
         first_rows(each, counted[shard], fill=int(sizes[shard]))
         for shard, each in enumerate(jnp.split(asked, room_before[1:-1]))
     ]
-    return Route(rows, counted, jnp.where(is_row, slots[equal], none))
+    return Route(rows, counted, jnp.where(is_row, cells[equal], none))
 
 
 def rows_of_each_shard(layout: ShardLayout, numbers: Any) -> list[tuple[Any, Any]]:

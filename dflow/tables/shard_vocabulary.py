@@ -42,9 +42,9 @@ from dflow.tracing.state.variable_hooks import VariableHooks
 #: Number of new rows whose initial values are computed together: a step computes as many blocks as it has new ids.
 BLOCK = 64
 #: The position of each count in the variable `ledger`, which begins with the clock; a count has its low and high bits.
-_PLACES = {name: 1 + 2 * number for number, name in enumerate(VocabularyCounts._fields)}
+_POSITIONS = {name: 1 + 2 * number for number, name in enumerate(VocabularyCounts._fields)}
 #: The position of the time when ids were last refused a row.
-_REFUSED_AT = 1 + 2 * len(_PLACES)
+_REFUSED_AT = 1 + 2 * len(_POSITIONS)
 
 _LAST = np.uint32(2**32 - 1)
 
@@ -89,12 +89,12 @@ class ShardVocabulary(VariableHooks):
             # The clock is read with the ids, not earlier, though it is known without them.
             _, ledger = jax.lax.optimization_barrier((count, self.ledger.read()))
             clock = ledger[0]
-            refused = jnp.where(ledger[_REFUSED_AT] == clock, ledger[_PLACES["overflowed"]], 0)
+            refused = jnp.where(ledger[_REFUSED_AT] == clock, ledger[_POSITIONS["overflowed"]], 0)
             (bucket, _), is_id = self._hashed(ids), jnp.arange(ids.shape[0]) < count
             born = self._by_bucket(self._born, bucket)
             is_there = self._is_there(ids, bucket) & (born > 0) & (born <= clock)
-            slot = jnp.where(is_there.any(1), jnp.argmax(is_there, 1), self.config.bucket)
-            return ShardRows(ids, count, jnp.where(is_id, self._row(bucket, slot), self._row_count), clock, refused)
+            cell = jnp.where(is_there.any(1), jnp.argmax(is_there, 1), self.config.bucket)
+            return ShardRows(ids, count, jnp.where(is_id, self._row(bucket, cell), self._row_count), clock, refused)
 
     def rows_now(self, looked: ShardRows) -> Any:
         """Return the rows of ids that were found earlier: the shared one for an id that has lost its own, i32[n]."""
@@ -180,7 +180,7 @@ class ShardVocabulary(VariableHooks):
         """The counts of this shard."""
         ledger = np.asarray(self.ledger.read()).astype(object)
         return VocabularyCounts(
-            *(int(ledger[position] + (ledger[position + 1] << 32)) for position in _PLACES.values())
+            *(int(ledger[position] + (ledger[position + 1] << 32)) for position in _POSITIONS.values())
         )
 
     def _note_use(self, used: _Used, now: Any, is_update: bool, counted: dict[str, Any]) -> Any:
@@ -192,8 +192,8 @@ class ShardVocabulary(VariableHooks):
         born = self._by_bucket(self._born, used.bucket)
         is_there = self._is_there(looked.ids, used.bucket) & (born > 0)
         if is_update:
-            slot = jnp.where(has_own, looked.rows % (self.config.bucket + 1), 0)
-            now_born = jnp.take_along_axis(born, slot[:, None], 1)[:, 0]
+            cell = jnp.where(has_own, looked.rows % (self.config.bucket + 1), 0)
+            now_born = jnp.take_along_axis(born, cell[:, None], 1)[:, 0]
             counted["left_out"] += _number(has_own & (now_born > looked.clock))
         has_row = is_id & is_there.any(1)
         rows = jnp.where(has_row, self._row(used.bucket, jnp.argmax(is_there, 1)), self._row_count)
@@ -217,9 +217,9 @@ class ShardVocabulary(VariableHooks):
         seen = self._by_bucket(self._seen, bucket)
         score = self._by_bucket(self.saved["uses"], bucket) if "uses" in self.saved else seen
         order = jnp.where(born == 0, 0, jnp.where(seen == now, _LAST, jnp.minimum(score, _LAST - 1)))
-        slot, evicts = _slots(order, _ranks(bucket, are_new), are_new)
-        admitted = slot >= 0
-        rows = jnp.where(admitted, self._row(bucket, slot) + offset, self._row_count)
+        cell, evicts = _cells(order, _ranks(bucket, are_new), are_new)
+        admitted = cell >= 0
+        rows = jnp.where(admitted, self._row(bucket, cell) + offset, self._row_count)
         for variable, value in ((self._ids, ids), (self._born, now), (self._seen, now), (self.saved.get("uses"), 1)):
             if variable is not None:
                 whole = jnp.broadcast_to(jnp.asarray(value, jnp.uint32), (*rows.shape, *variable.shape[1:]))
@@ -261,7 +261,7 @@ class ShardVocabulary(VariableHooks):
     def _note_counts(self, counted: Mapping[str, Any], now: Any) -> None:
         """Add numbers to the counts, whose upper bits have positions of their own."""
         ledger = self.ledger.read()
-        more = jnp.stack([counted[name] for name in _PLACES])
+        more = jnp.stack([counted[name] for name in _POSITIONS])
         low = ledger[1:_REFUSED_AT:2] + more
         high = ledger[2:_REFUSED_AT:2] + (low < more)
         refused_at = jnp.where(counted["overflowed"] > 0, now, ledger[_REFUSED_AT])
@@ -283,8 +283,8 @@ class ShardVocabulary(VariableHooks):
         """Whether each row of its bucket has the id, or had it last, bool[n, S]."""
         return (self._by_bucket(self._ids, bucket) == ids[:, None]).all(-1)
 
-    def _row(self, bucket: Any, slot: Any) -> Any:
-        return bucket * (self.config.bucket + 1) + slot.astype(jnp.int32)
+    def _row(self, bucket: Any, cell: Any) -> Any:
+        return bucket * (self.config.bucket + 1) + cell.astype(jnp.int32)
 
     def _counter(self, used: _Used, mask: Any) -> Any:
         """The position of the counter of each id; past the end for ids outside of the mask."""
@@ -312,21 +312,21 @@ def _ranks(bucket: Any, mask: Any) -> Any:
     return before - jax.lax.associative_scan(jnp.maximum, jnp.where(is_first, before, 0))
 
 
-def _slots(order: Any, ranks: Any, mask: Any) -> tuple[Any, Any]:
-    """The slot of each id of a mask in its bucket, -1 for an id that gets none; and whether another id loses it.
+def _cells(order: Any, ranks: Any, mask: Any) -> tuple[Any, Any]:
+    """The cell of each id of a mask in its bucket, -1 for an id that gets none; and whether another id loses it.
 
-    order  u32[n, S]: an id of rank r gets the slot that is r-th in this order; 0 is a free one, the largest none
+    order  u32[n, S]: an id of rank r gets the cell that is r-th in this order; 0 is a free one, the largest none
     """
 
     def choose(state: Any) -> Any:
-        rank, order, slots, evicts = state
-        slot = jnp.argmin(order, 1).astype(jnp.int32)
+        rank, order, cells, evicts = state
+        cell = jnp.argmin(order, 1).astype(jnp.int32)
         lowest = order.min(1)
         chosen = mask & (ranks == rank) & (lowest != _LAST)
-        order = jnp.where(jnp.arange(order.shape[1]) == slot[:, None], _LAST, order)
-        return rank + 1, order, jnp.where(chosen, slot, slots), jnp.where(chosen, lowest != 0, evicts)
+        order = jnp.where(jnp.arange(order.shape[1]) == cell[:, None], _LAST, order)
+        return rank + 1, order, jnp.where(chosen, cell, cells), jnp.where(chosen, lowest != 0, evicts)
 
     end = jnp.minimum(jnp.max(jnp.where(mask, ranks + 1, 0), initial=0), order.shape[1])
     start = (jnp.int32(0), order, jnp.full(mask.shape, -1, jnp.int32), jnp.zeros(mask.shape, bool))
-    _, _, slots, evicts = jax.lax.while_loop(lambda state: state[0] < end, choose, start)
-    return slots, evicts
+    _, _, cells, evicts = jax.lax.while_loop(lambda state: state[0] < end, choose, start)
+    return cells, evicts

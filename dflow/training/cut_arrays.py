@@ -63,10 +63,10 @@ class Repeated:
         shape, dims = self.equation.params["shape"], self.equation.params["broadcast_dimensions"]
         if shape[cut.axis] == 1:
             return self.whole()
-        operand, place = self.operand, cut.layout.part(shard)._replace(axis=cut.axis)
+        operand, part = self.operand, cut.layout.part(shard)._replace(axis=cut.axis)
         if cut.axis in dims and jnp.shape(operand)[dims.index(cut.axis)] != 1:
-            operand = place._replace(axis=dims.index(cut.axis)).of(operand)
-        params = {**self.equation.params, "shape": place.shape(shape)}
+            operand = part._replace(axis=dims.index(cut.axis)).of(operand)
+        params = {**self.equation.params, "shape": part.shape(shape)}
         return bind(self.equation.primitive, params, [operand], None)[0]
 
 

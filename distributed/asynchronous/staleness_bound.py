@@ -34,12 +34,12 @@ class StalenessBound:
 
     def __init__(self, cluster: Cluster, run: str, limit: int, job: str, loop: StepsAhead) -> None:
         self._cluster, self._run, self._limit, self._loop = cluster, run, limit, loop
-        place = PlaceVariable(f"{run}/staleness", "staleness", (), 0, job, kind="run", is_saved=False)
+        request = PlaceVariable(f"{run}/staleness", "staleness", (), 0, job, kind="run", is_saved=False)
         #: Number of the newest step.
         self._number = 0
         #: Version of a roster that this task has.
         self._known = 0
-        self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(place)).task
+        self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(request)).task
 
     @contextmanager
     def taking_part(self, step: SharedStep) -> Iterator[SharedStep]:

@@ -250,9 +250,9 @@ class Cluster:
                 LOGGER.warning("the trace is without %s, which did not answer", short_task_name(task))
             found.write(path)
 
-    def serve_metrics(self, place: str | int) -> str:
+    def serve_metrics(self, address: str | int) -> str:
         """Serve this task's metrics for Prometheus until `close`; return the address. See `MetricsEndpoint`."""
-        endpoint = MetricsEndpoint(partial(task_metrics, self.server), place)
+        endpoint = MetricsEndpoint(partial(task_metrics, self.server), address)
         self._closing.callback(endpoint.close)
         return endpoint.address
 

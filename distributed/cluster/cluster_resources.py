@@ -45,7 +45,7 @@ from dflow.tracing.ir.resource_op import FedElement, ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.moments import reach
 from dflow.tracing.source import Loc, at
-from dflow.tracing.state.context import Slot
+from dflow.tracing.state.context import ValueLocation
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
@@ -72,7 +72,7 @@ class ClusterResources:
         tasks = {*(info.task for info in roster.tasks), *roster.expected}
         return max(1, sum(split_task_name(task)[0] == self._job for task in tasks))
 
-    def create_resource(self, resource: HostResource) -> Slot:
+    def create_resource(self, resource: HostResource) -> ValueLocation:
         """Create the resource on its task, or find it there; return its location.
 
         raises  the resource's error without a name, and when another one has the name; DeviceError when the scope
@@ -86,10 +86,10 @@ class ClusterResources:
         except (VariableError, resource.error) as error:
             raise resource.error(str(error), at=resource.loc) from None
 
-    def _created(self, resource: HostResource) -> Slot:
+    def _created(self, resource: HostResource) -> ValueLocation:
         return self._created_on(resource, task_in_scope(resource.title, resource.loc))
 
-    def _created_on(self, resource: HostResource, on: str) -> Slot:
+    def _created_on(self, resource: HostResource, on: str) -> ValueLocation:
         said, epoch = described(resource.type, resource.settings), self._requests.unsaved.epoch
         size_bytes = _size_bytes(resource)
         placed = self._requests.place(
@@ -104,7 +104,7 @@ class ClusterResources:
         )
         if placed.is_saved:
             self._requests.unsaved.note(resource.name, epoch, (self, resource, placed.task), _make_again)
-        return Slot(placed.task, resource.name)
+        return ValueLocation(placed.task, resource.name)
 
     def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         """Run an op now and wait for it; see `Home.use_resource`."""

@@ -88,10 +88,10 @@ def _served(host: str, members: int) -> tuple[str, Callable[[], object]]:
 
 def _check_reached(address: str, timeout_s: float) -> None:
     """Raise StrategyError if JAX's service cannot be reached, after which JAX would abort the process."""
-    place = parse_address(address)
-    assert isinstance(place, TcpAddress)
+    parsed = parse_address(address)
+    assert isinstance(parsed, TcpAddress)
     try:
-        socket.create_connection((place.host, place.port), timeout_s).close()
+        socket.create_connection((parsed.host, parsed.port), timeout_s).close()
     except OSError as error:
         raise StrategyError(
             f"JAX's coordination service, beside the first worker: expected a connection to {address}, got: "
@@ -110,11 +110,11 @@ def _without_proxy(address: str) -> Iterator[None]:
     if not any("_proxy" in name.lower() for name in os.environ):
         yield
         return
-    place = parse_address(address)
-    assert isinstance(place, TcpAddress)
+    parsed = parse_address(address)
+    assert isinstance(parsed, TcpAddress)
     before, warns = os.environ.get(_NO_PROXY), jax.config.read(_WARNS_OF_PROXY)
     others = before if before is not None else os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
-    os.environ[_NO_PROXY] = ",".join(filter(None, (others, place.host)))
+    os.environ[_NO_PROXY] = ",".join(filter(None, (others, parsed.host)))
     jax.config.update(_WARNS_OF_PROXY, False)
     try:
         yield

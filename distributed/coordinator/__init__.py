@@ -1,1 +1,1 @@
-"""The coordinator: membership, places of variables, claims of steps, decisions and barriers."""
+"""The coordinator: membership, placement of variables, claims of steps, decisions and barriers."""

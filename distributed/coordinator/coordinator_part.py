@@ -1,8 +1,8 @@
 """What a part of a coordinator is: a subject's decisions, made by events that all parts hear of.
 
-Why: the coordinator knows members, places of variables and what comes of an event, and nothing of the subjects that it
-serves. A part has the handlers of its messages, and hears of members that join, leave or send heartbeats, and of time.
-`coordinator_role.py` lists the parts of the role; they hear of an event in that order.
+Why: the coordinator knows members, placement of variables and what comes of an event, and nothing of the subjects that
+it serves. A part has the handlers of its messages, and hears of members that join, leave or send heartbeats, and of
+time. `coordinator_role.py` lists the parts of the role; they hear of an event in that order.
 
 Invariants: a part is a pure function of events, and keeps what must last in `core.records`; it may use the parts that
 are listed before it (`core.part`).

@@ -52,7 +52,7 @@ from dflow.distributed.wire.messages.status import GetEvents, GetStatus, Status
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError, InternalError
 
-#: The handlers of the messages about members and places, called after the checks of membership and speaker.
+#: The handlers of the messages about members and placement, called after the checks of membership and speaker.
 REQUESTS: HandlerTable[CoordinatorState, Received, Message | Sequence[Command]] = HandlerTable()
 NOTICES: HandlerTable[CoordinatorState, Received, Sequence[Command]] = HandlerTable()
 

@@ -362,7 +362,7 @@ class Membership:
         if held is not None:
             if held.peer is None or self._is_same(join, held):
                 return None
-            there, here = (place.partition(";")[0] for place in (self._joined[held.life].address, join.address))
+            there, here = (address.partition(";")[0] for address in (self._joined[held.life].address, join.address))
             return Failure(
                 "RemoteError",
                 f"{name} is already live at {there}, so the one at {here} may not join; give it another index, or end "

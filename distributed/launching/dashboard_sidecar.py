@@ -6,7 +6,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping
 
-from dflow.distributed.launching.place import TaskProgram
+from dflow.distributed.launching.task_programs import TaskProgram
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
@@ -22,15 +22,15 @@ PACKAGES = ("httptools", "starlette", "uvicorn")
 GRACE_S = 3.0
 
 
-def require_dashboard(place: str, security: SecurityPolicy) -> TcpAddress:
-    """Return the address of a dashboard at `place`: `8080` for loopback, `0.0.0.0:8080` or `[::1]:8080`.
+def require_dashboard(listens: str, security: SecurityPolicy) -> TcpAddress:
+    """Return the address of a dashboard at `listens`: `8080` for loopback, `0.0.0.0:8080` or `[::1]:8080`.
 
-    raises  ConfigError for a malformed place, or if its packages are not installed; SecurityError for an address off
+    raises  ConfigError for a malformed address, or if its packages are not installed; SecurityError for an address off
             this machine without certificates or a secret
     """
-    host, _, port = place.rpartition(":")
+    host, _, port = listens.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ConfigError(f"address of the dashboard: expected a port or HOST:PORT, got {place!r}", "give 8080, or 0")
+        raise ConfigError(f"address of the dashboard: expected a port or HOST:PORT, got {listens!r}", "give 8080, or 0")
     address = parse_address(f"{host}:{port}" if host else str(TcpAddress(LOOPBACK, int(port))))
     assert isinstance(address, TcpAddress)
     security.check_address(address, listens=True)
@@ -56,9 +56,9 @@ class DashboardSidecar:
     def __init__(
         self, coordinator: str, address: str, environment: Mapping[str, str], on_line: Callable[[str], None]
     ) -> None:
-        self._place = ThisMachine()
+        self._machine = ThisMachine()
         words = ("-P", "-m", "dflow", "dashboard", "--coordinator", coordinator, "--address", address)
-        self._child = self._place.start(TaskProgram(NAME, words, environment, {"JAX_PLATFORMS": "cpu"}), on_line)
+        self._child = self._machine.start(TaskProgram(NAME, words, environment, {"JAX_PLATFORMS": "cpu"}), on_line)
         self._is_over = False
 
     def end(self) -> str:
@@ -76,4 +76,4 @@ class DashboardSidecar:
         while self._child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         self._child.kill()
-        self._place.close()
+        self._machine.close()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
-from dflow.distributed.launching.place import TaskProgram, coordinator_program, stock_program
+from dflow.distributed.launching.task_programs import TaskProgram, coordinator_program, stock_program
 from dflow.tracing.devices.task_name import split_task_name, task_name
 from dflow.tracing.errors import ConfigError
 

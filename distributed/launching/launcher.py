@@ -34,8 +34,8 @@ from dflow.distributed.launching.dashboard_sidecar import NAME as DASHBOARD
 from dflow.distributed.launching.dashboard_sidecar import SERVING, DashboardSidecar
 from dflow.distributed.launching.failure_cause import cause_of
 from dflow.distributed.launching.launch_plan import LaunchPlan
-from dflow.distributed.launching.place import LaunchPlace, Running
 from dflow.distributed.launching.restarts import Restarts
+from dflow.distributed.launching.task_programs import LaunchTarget, Running
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.process.termination import STATUS as TERMINATED
@@ -82,9 +82,9 @@ class LaunchView(Protocol):
         """Show that the run is over, with the end of each task that has ended."""
 
 
-def launch(stop: StopSignal, plan: LaunchPlan, place: LaunchPlace, view: LaunchView, transport: Transport) -> int:
-    """Run the plan to its end, or until `stop`, and return the exit status; closes the place."""
-    launched = _Launch(stop, plan, place, view, transport)
+def launch(stop: StopSignal, plan: LaunchPlan, target: LaunchTarget, view: LaunchView, transport: Transport) -> int:
+    """Run the plan to its end, or until `stop`, and return the exit status; closes the target."""
+    launched = _Launch(stop, plan, target, view, transport)
     try:
         return launched.run()
     except _Interrupted as interrupted:
@@ -132,10 +132,10 @@ class _Task:
 
 class _Launch:
     def __init__(
-        self, stop: StopSignal, plan: LaunchPlan, place: LaunchPlace, view: LaunchView, transport: Transport
+        self, stop: StopSignal, plan: LaunchPlan, target: LaunchTarget, view: LaunchView, transport: Transport
     ) -> None:
         self._plan = plan
-        self._place = place
+        self._target = target
         self._view = view
         self._transport = transport
         self._stop = stop
@@ -200,7 +200,7 @@ class _Launch:
         self._end(self._everyone)
         if self._dashboard is not None:
             self._dashboard.close()
-        self._place.close()
+        self._target.close()
 
     def _start_coordinator(self) -> None:
         self._start(self._coordinator)
@@ -217,7 +217,7 @@ class _Launch:
         on_line = (
             self._take_coordinators_line if task is self._coordinator else partial(self._view.show_line, task.name)
         )
-        task.running = self._place.start(program, on_line)
+        task.running = self._target.start(program, on_line)
         task.started_s, task.was_live = time.monotonic(), False
 
     def _take_coordinators_line(self, line: str) -> None:

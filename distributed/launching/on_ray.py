@@ -1,4 +1,4 @@
-"""A Ray cluster as a place for tasks: each process of a task is an actor, on a node with the resources for it.
+"""A Ray cluster as a target of a launch: each process of a task is an actor, on a node with the resources for it.
 
 An actor runs the task's program as a child process. It prints the program's output, which Ray keeps as for any actor,
 and passes it on to the launcher. Ray pickles what passes through it, so only strings and numbers do; the tasks connect
@@ -32,8 +32,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
-from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.ray_resources import amounts_text
+from dflow.distributed.launching.task_programs import TaskProgram
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess
 from dflow.distributed.process.parent_watch import end_with_parent
@@ -93,7 +93,7 @@ class OnRay:
             write_whole_file(Path(snapshots) / _LAUNCH_ID, self._launch_id.encode())
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> _OnActor:
-        """Start an actor; see `LaunchPlace.start`."""
+        """Start an actor; see `LaunchTarget.start`."""
         if program.task == COORDINATOR:
             asked = {"CPU": 0.0}
             node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

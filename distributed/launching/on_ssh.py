@@ -1,4 +1,4 @@
-"""Hosts reached by the system's ssh as a place for tasks: one connection for each process of a task.
+"""Hosts reached by the system's ssh as a target of a launch: one connection for each process of a task.
 
 ssh starts `ssh_task` on the host, which runs the program. The coordinator runs on the launcher's machine, where its
 state is; a task that is started again runs on the same host.
@@ -27,9 +27,9 @@ import msgspec
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.detection.this_host import own_host
-from dflow.distributed.launching.place import Running, TaskProgram
 from dflow.distributed.launching.ssh_hosts import HostPart, SshHost
 from dflow.distributed.launching.ssh_task import ENDED, STARTED, TERMINATE, RemoteStart
+from dflow.distributed.launching.task_programs import Running, TaskProgram
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess
 from dflow.distributed.transport.addresses import TcpAddress
@@ -65,7 +65,7 @@ _GONE = -9
 class OnSsh:
     """Starts programs on hosts by ssh, in `directory`, with the interpreter `python`.
 
-    `parts`       the place of each task, by full name
+    `parts`       the host and the share of each task, by full name
     `ssh`         the command, with options that precede all others
     `is_secured`  whether tasks have certificates or a secret, and so may connect over the network
     raises        ConfigError for a host that is not this machine without certificates or a secret; or when there is no
@@ -90,7 +90,7 @@ class OnSsh:
         self._here = ThisMachine()
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> Running:
-        """Start a program; see `LaunchPlace.start`. Waits while many connections to its host are not open yet."""
+        """Start a program; see `LaunchTarget.start`. Waits while many connections to its host are not open yet."""
         if program.task == COORDINATOR:
             environment = {"DFLOW_ADDRESS": self.address, **program.environment}
             return self._here.start(replace(program, environment=environment), on_line)

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.detection.cluster_spec import COORDINATOR, STOCK_JOB, ClusterSpec, SecuritySource
-from dflow.distributed.launching.place import coordinator_program, stock_program
+from dflow.distributed.launching.task_programs import coordinator_program, stock_program
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import ChildProcess, describe_end
 from dflow.distributed.process.parent_watch import wait_until_ended
@@ -41,7 +41,7 @@ class Sidecars:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
-        self._place = ThisMachine()
+        self._machine = ThisMachine()
         self._closing = threading.Event()
         self._children: dict[str, ChildProcess] = {}
         self._client: CoordinatorClient | None = None
@@ -83,7 +83,7 @@ class Sidecars:
             while child.poll() is None and time.monotonic() < deadline:
                 time.sleep(_POLL_S / 10)
             child.kill()
-        self._place.close()
+        self._machine.close()
 
     def _users(self, status: Status, latecomers: bool) -> Iterator[str]:
         live = {info.task for info in status.tasks if info.left_at_s is None}
@@ -97,7 +97,7 @@ class Sidecars:
             program = coordinator_program(spec.jobs, _listening(spec.coordinator), proofs, {})
         else:
             program = stock_program(task, ("--coordinator", spec.coordinator, *proofs), {})
-        child = self._place.start(program, lambda line: _show(f"[{name}] {line}"))
+        child = self._machine.start(program, lambda line: _show(f"[{name}] {line}"))
         self._children[task] = child
         threading.Thread(target=self._watch, args=(name, child), name=f"dflow watch {name}", daemon=True).start()
 

@@ -38,7 +38,7 @@ class SshHost:
 
 @dataclass(frozen=True)
 class HostPart:
-    """The place of a task: it is number `index` of the `count` tasks on `host` that run the script, 0 of 0 else."""
+    """The share of a task: it is number `index` of the `count` tasks on `host` that run the script, 0 of 0 else."""
 
     host: SshHost
     index: int = 0
@@ -65,7 +65,7 @@ def read_hosts(path: Path) -> tuple[SshHost, ...]:
 
 
 def placed(hosts: Sequence[SshHost], servers: Sequence[str], scripts: Sequence[str]) -> dict[str, HostPart]:
-    """Return the place of each task, by its full name; raises ConfigError if there are fewer slots than `scripts`."""
+    """Return each task's host and share, by full name; raises ConfigError if there are fewer slots than `scripts`."""
     slots = [host for host in hosts for _ in range(host.slots)]
     if len(slots) < len(scripts):
         raise ConfigError(

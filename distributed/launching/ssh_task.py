@@ -25,8 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.shares import even_shares
+from dflow.distributed.launching.task_programs import TaskProgram
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.distributed.process.parent_watch import ORPHANED, wait_until_ended
@@ -84,8 +84,8 @@ def _started(start: RemoteStart) -> ChildProcess:
         environment.pop(RUN_FOLDER_VARIABLE, None)
     program = replace(program, environment=environment)
     shares = even_shares({**os.environ, **environment}, start.count) if start.count else []
-    place = ThisMachine({program.task: shares[start.index]} if shares else {})
-    child = place.start(program, _show)
+    machine = ThisMachine({program.task: shares[start.index]} if shares else {})
+    child = machine.start(program, _show)
     # As before this host is taken away: a task server has a snapshot made first, a worker ends its step.
     signal.signal(signal.SIGTERM, lambda *_: child.send(signal.SIGTERM))
     return child

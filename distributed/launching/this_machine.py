@@ -1,4 +1,4 @@
-"""This machine as a place for tasks: each is a child process, which ends with the launcher, even if that is killed."""
+"""This machine as a target of a launch: each is a child process, which ends with the launcher, even a killed one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.shares import Share
+from dflow.distributed.launching.task_programs import TaskProgram
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.distributed.process.parent_watch import LIFELINE_VARIABLE
 from dflow.tracing.devices.task_name import short_task_name
@@ -25,7 +25,7 @@ class ThisMachine:
         self._lifeline, self._held = os.pipe()
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> ChildProcess:
-        """Start a child process; see `LaunchPlace.start`."""
+        """Start a child process; see `LaunchTarget.start`."""
         share = self._shares.get(program.task, Share())
         ours = {LIFELINE_VARIABLE: str(self._lifeline), "PYTHONUNBUFFERED": "1"}
         # A task that crashes in native code prints the stacks of its threads.

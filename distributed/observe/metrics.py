@@ -26,13 +26,13 @@ OTHERS = "others"
 
 
 class MetricsEndpoint:
-    """Serves the metrics of `collect` at `place`: a port on 127.0.0.1, or `host:port`; port 0 picks any free one.
+    """Serves the metrics of `collect` at `address`: a port on 127.0.0.1, or `host:port`; port 0 picks any free one.
 
-    raises  ConfigError without the package prometheus_client, and for a malformed place; OSError for a port in use
+    raises  ConfigError without the package prometheus_client, and for a malformed address; OSError for a port in use
     """
 
-    def __init__(self, collect: Callable[[], Iterator[Metric]], place: str | int) -> None:
-        host, port = metrics_place(place)
+    def __init__(self, collect: Callable[[], Iterator[Metric]], address: str | int) -> None:
+        host, port = metrics_address(address)
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
@@ -58,11 +58,11 @@ class MetricsEndpoint:
         self._thread.join()
 
 
-def metrics_place(place: str | int) -> tuple[str, int]:
+def metrics_address(address: str | int) -> tuple[str, int]:
     """Parse `9100`, `0.0.0.0:9100` or a number into host and port; raises ConfigError for anything else."""
-    host, _, port = str(place).rpartition(":")
+    host, _, port = str(address).rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"metrics are to be served at {place!r}; give a port, or host:port, such as 9100")
+        raise ConfigError(f"metrics are to be served at {address!r}; give a port, or host:port, such as 9100")
     return host.strip("[]") or LOOPBACK, int(port)
 
 

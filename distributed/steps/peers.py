@@ -39,7 +39,7 @@ def _start_thread(work: Callable[..., None], task: str) -> None:
 
 
 @dataclass
-class _Place:
+class _Entry:
     address: str
     process: str
     connecting: threading.Lock = field(default_factory=threading.Lock)
@@ -77,7 +77,7 @@ class Peers:
         #: Version of the roster with the newest death that all other tasks know this task to know of.
         self.introduced_at = 0
         self._lock = threading.Lock()
-        self._places: dict[str, _Place] = {}
+        self._book: dict[str, _Entry] = {}
         self._left: Mapping[str, str] = {}
         self._is_closed = False
         #: The callbacks that wait for each task to be connected.
@@ -91,15 +91,15 @@ class Peers:
         `left`       reasons why tasks left
         `processes`  identities of the tasks' processes, for a process that listens where an earlier one did
         """
-        places = {task: _Place(address, processes.get(task, "")) for task, address in addresses.items()}
+        book = {task: _Entry(address, processes.get(task, "")) for task, address in addresses.items()}
         with self._lock:
             self._left = left
-            before = self._places
-            kept = {task for task, place in before.items() if _is_same(place, places.get(task))}
-            self._places = {task: before[task] if task in kept else place for task, place in places.items()}
-        for task, place in before.items():
-            if task not in kept and place.peer is not None:
-                place.peer.close(_GONE)
+            before = self._book
+            kept = {task for task, entry in before.items() if _is_same(entry, book.get(task))}
+            self._book = {task: before[task] if task in kept else entry for task, entry in book.items()}
+        for task, entry in before.items():
+            if task not in kept and entry.peer is not None:
+                entry.peer.close(_GONE)
 
     def introduce(self, message: Introduce) -> None:
         """Introduce this task by a new message, over open connections now and over later ones."""
@@ -107,7 +107,7 @@ class Peers:
             if message == self._introduction:
                 return
             self._introduction = message
-            peers = [place.peer for place in self._places.values() if place.peer is not None]
+            peers = [entry.peer for entry in self._book.values() if entry.peer is not None]
         for peer in peers:
             with contextlib.suppress(TransportClosed):
                 peer.start(message, on_reply=_ignore)
@@ -120,30 +120,30 @@ class Peers:
                 WireError and SecurityError as `Transport.connect`
         """
         # Without the lock: the dict is replaced, never changed.
-        places = self._places
-        place = places.get(task)
-        if place is None:
+        book = self._book
+        entry = book.get(task)
+        if entry is None:
             raise self._missing(task)
-        peer = place.peer
+        peer = entry.peer
         if peer is not None and not peer.closed:
             return peer
         about_to_wait()
-        with place.connecting:
-            peer = place.peer
+        with entry.connecting:
+            peer = entry.peer
             if peer is None or peer.closed:
-                place.is_adopted = False
-                peer = self._introduce(place, self._connect(task, place))
-        if self._places.get(task) is not place:
+                entry.is_adopted = False
+                peer = self._introduce(entry, self._connect(task, entry))
+        if self._book.get(task) is not entry:
             peer.close(_GONE)
-            raise self._gone_meanwhile(task, place)
+            raise self._gone_meanwhile(task, entry)
         return peer
 
     def connected(self, task: str) -> Peer | None:
         """Return the open connection to `task`, if there is one. Raises TaskLost if no such task is in the cluster."""
-        place = self._places.get(task)
-        if place is None:
+        entry = self._book.get(task)
+        if entry is None:
             raise self._missing(task)
-        peer = place.peer
+        peer = entry.peer
         return None if peer is None or peer.closed else peer
 
     def when_connected(self, task: str, call: OnConnected) -> None:
@@ -180,17 +180,17 @@ class Peers:
             )
         if task in self._left:
             return TaskLost(f"{task} has left the cluster: {self._left[task]}")
-        return TaskLost(f"{task} is not in the cluster; these tasks are: {', '.join(sorted(self._places)) or 'none'}")
+        return TaskLost(f"{task} is not in the cluster; these tasks are: {', '.join(sorted(self._book)) or 'none'}")
 
-    def _gone_meanwhile(self, task: str, place: _Place) -> TaskLost:
+    def _gone_meanwhile(self, task: str, entry: _Entry) -> TaskLost:
         why = f": {self._left[task]}" if task in self._left else ""
-        return TaskLost(f"{task} at {place.address} has left or moved while a connection to it was made{why}")
+        return TaskLost(f"{task} at {entry.address} has left or moved while a connection to it was made{why}")
 
     def open_connections(self) -> int:
         """Number of open connections."""
         with self._lock:
-            places = list(self._places.values())
-        return sum(place.peer is not None and not place.peer.closed for place in places)
+            book = list(self._book.values())
+        return sum(entry.peer is not None and not entry.peer.closed for entry in book)
 
     def adopt(self, peer: Peer) -> None:
         """Use a connection that a task opened also for messages to that task, unless this one has opened another.
@@ -198,15 +198,15 @@ class Peers:
         An earlier connection that the task opened has ended there, though this task may not know it yet.
         """
         with self._lock:
-            place = self._places.get(peer.name)
-            before = None if place is None else place.peer
-            if place is None or before is peer or not (before is None or before.closed or place.is_adopted):
+            entry = self._book.get(peer.name)
+            before = None if entry is None else entry.peer
+            if entry is None or before is peer or not (before is None or before.closed or entry.is_adopted):
                 return
-            place.is_adopted = True
+            entry.is_adopted = True
         if before is not None:
             before.close(_AGAIN)
         with contextlib.suppress(TaskLost):
-            self._introduce(place, peer)
+            self._introduce(entry, peer)
         self._note(CONNECTED, None, peer.name, "by its own will")
 
     def close(self) -> None:
@@ -214,24 +214,24 @@ class Peers:
         self._is_closed = True
         self.set_addresses({})
 
-    def _connect(self, task: str, place: _Place) -> Peer:
-        peer = self._reach(task, place)
+    def _connect(self, task: str, entry: _Entry) -> Peer:
+        peer = self._reach(task, entry)
         if peer.name != task:
             peer.close("another was wanted there")
-            raise TaskLost(f"{task} is not at {place.address} any more, where {peer.name} answers")
+            raise TaskLost(f"{task} is not at {entry.address} any more, where {peer.name} answers")
         self._on_opened(peer)
-        self._note(CONNECTED, None, task, place.address)
+        self._note(CONNECTED, None, task, entry.address)
         return peer
 
-    def _reach(self, task: str, place: _Place) -> Peer:
+    def _reach(self, task: str, entry: _Entry) -> Peer:
         def is_wanted() -> bool:
-            return self._places.get(task) is place
+            return self._book.get(task) is entry
 
         until_s = time.monotonic() + self._reach_timeout_s
         while is_wanted():
             try:
                 return self._transport.connect(
-                    place.address,
+                    entry.address,
                     name=self._name,
                     handler=self._handler,
                     who=task,
@@ -242,24 +242,24 @@ class Peers:
             except DeadlineExceeded as error:
                 if is_wanted() and not (_may_live(error) and time.monotonic() < until_s):
                     raise TaskLost(str(error)) from error
-        raise self._gone_meanwhile(task, place)
+        raise self._gone_meanwhile(task, entry)
 
-    def _introduce(self, place: _Place, peer: Peer) -> Peer:
+    def _introduce(self, entry: _Entry, peer: Peer) -> Peer:
         """Keep a new connection after this task has introduced itself over it; then other threads may use it."""
         sent = None
-        while place.peer is not peer or sent != self._introduction:
+        while entry.peer is not peer or sent != self._introduction:
             sent = self._introduction
             if sent is not None:
                 try:
                     peer.start(sent, on_reply=_ignore)
                 except TransportClosed as error:
-                    raise TaskLost(f"the connection to {peer.name} at {place.address} has ended: {error}") from error
-            place.peer = peer
+                    raise TaskLost(f"the connection to {peer.name} at {entry.address} has ended: {error}") from error
+            entry.peer = peer
         return peer
 
 
-def _is_same(place: _Place, other: _Place | None) -> bool:
-    return other is not None and (place.address, place.process) == (other.address, other.process)
+def _is_same(entry: _Entry, other: _Entry | None) -> bool:
+    return other is not None and (entry.address, entry.process) == (other.address, other.process)
 
 
 def _may_live(error: DeadlineExceeded) -> bool:

@@ -129,15 +129,15 @@ class Rendezvous(Generic[Waiter, Value]):
         except DflowError:
             self._dropped += 1
             return []
-        place = edges.get(edge)
+        state = edges.get(edge)
         if edge not in edges:
             edges[edge] = _Held(value)
             return []
-        if not isinstance(place, _Waiting):
+        if not isinstance(state, _Waiting):
             self._dropped += 1
             return []
         self._deliver(edges, edge)
-        return [(place.waiter, value)]
+        return [(state.waiter, value)]
 
     def take(self, step: StepId, edge: str, source: str, waiter: Waiter) -> list[EndWait[Waiter, Value]]:
         """Wait for the value that the task `source` sends; the wait ends now if the value is here, or cannot come."""
@@ -145,10 +145,10 @@ class Rendezvous(Generic[Waiter, Value]):
             edges = self.begin(step)
         except DflowError as error:
             return [(waiter, error)]
-        place = edges.get(edge)
-        if isinstance(place, _Held):
+        state = edges.get(edge)
+        if isinstance(state, _Held):
             self._deliver(edges, edge)
-            return [(waiter, place.value)]
+            return [(waiter, state.value)]
         if edge in edges:
             return [(waiter, InternalError(f"edge {edge!r} is awaited twice in {describe(step)}"))]
         if source in self._lost:
@@ -180,11 +180,11 @@ class Rendezvous(Generic[Waiter, Value]):
     def expire(self, step: StepId, edge: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """End a wait that has timed out; does nothing if it has ended."""
         edges = self._steps.get(step, {})
-        place = edges.get(edge)
-        if not isinstance(place, _Waiting):
+        state = edges.get(edge)
+        if not isinstance(state, _Waiting):
             return []
         edges[edge] = None
-        return [(place.waiter, error)]
+        return [(state.waiter, error)]
 
     def finish(self, step: StepId) -> list[EndWait[Waiter, Value]]:
         """End this task's part of the step and drop the rest."""
@@ -200,17 +200,17 @@ class Rendezvous(Generic[Waiter, Value]):
         """Abort the step: its waits end with `error`; its values are dropped, including later ones."""
         self._ended[step.origin].add(step.number)
         edges = self._steps.pop(step, {}).values()
-        self._dropped += sum(isinstance(place, _Held) for place in edges)
-        return [(place.waiter, error) for place in edges if isinstance(place, _Waiting)]
+        self._dropped += sum(isinstance(state, _Held) for state in edges)
+        return [(state.waiter, error) for state in edges if isinstance(state, _Waiting)]
 
     def stop_waiting_for(self, source: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """End the waits for values of `source` with `error`, since these may be lost."""
         commands: list[EndWait[Waiter, Value]] = []
         for edges in self._steps.values():
-            for edge, place in edges.items():
-                if isinstance(place, _Waiting) and place.source == source:
+            for edge, state in edges.items():
+                if isinstance(state, _Waiting) and state.source == source:
                     edges[edge] = None
-                    commands.append((place.waiter, error))
+                    commands.append((state.waiter, error))
         return commands
 
     def lose(self, task: str, error: DflowError) -> list[EndWait[Waiter, Value]]:
@@ -241,15 +241,15 @@ class Rendezvous(Generic[Waiter, Value]):
 
     def waiters(self) -> list[Waiter]:
         """The waiters whose waits have not ended."""
-        places = (place for edges in self._steps.values() for place in edges.values())
-        return [place.waiter for place in places if isinstance(place, _Waiting)]
+        states = (state for edges in self._steps.values() for state in edges.values())
+        return [state.waiter for state in states if isinstance(state, _Waiting)]
 
     def statistics(self) -> RendezvousStatistics:
         """Return the present contents and the counters."""
         return RendezvousStatistics(
             open_steps=len(self._steps),
-            values=self._count(lambda place: isinstance(place, _Held)),
-            waiters=self._count(lambda place: isinstance(place, _Waiting)),
+            values=self._count(lambda state: isinstance(state, _Held)),
+            waiters=self._count(lambda state: isinstance(state, _Waiting)),
             delivered=self._delivered,
             dropped=self._dropped,
             remembered=sum(len(ended.above) for ended in self._ended.values()),
@@ -260,9 +260,9 @@ class Rendezvous(Generic[Waiter, Value]):
         return ended is not None and (step.number < ended.low or step.number in ended.above)
 
     def _count(self, matches: Callable[[object], bool]) -> int:
-        return sum(matches(place) for edges in self._steps.values() for place in edges.values())
+        return sum(matches(state) for edges in self._steps.values() for state in edges.values())
 
 
 def describe(step: StepId) -> str:
     """Describe the step in words, for errors."""
-    return f"step {step.place} of {short_task_name(step.origin)}"
+    return f"step {step.index} of {short_task_name(step.origin)}"

@@ -67,8 +67,8 @@ class RoundPart:
         #: Compares the programs of workers that compute together; None if they only share the variables of tasks.
         self._programs = cluster.part(Collectives).programs if dense is not None else None
         self._compared = cluster.part(ComparedSteps)
-        place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
-        self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(place)).task
+        request = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
+        self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(request)).task
         #: What `dense` keeps of each step of the run, when it was opened.
         self.kept = DenseStep()
         #: The name of the host's accumulator, when the run was opened.

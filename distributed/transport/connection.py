@@ -192,9 +192,9 @@ class Connection:
         """Return the frame with its payload copied, so that the original can be released; None to send it uncopied."""
         size_bytes = len(frame.payload)
         if size_bytes >= SHARED_FROM_BYTES and self._memory is not None and self._memory.pool is not None:
-            place = self._memory.pool.put(frame.payload)
-            if place is not None:
-                return msgspec.structs.replace(frame, payload=place, on_released=None, is_shared=True)
+            location = self._memory.pool.put(frame.payload)
+            if location is not None:
+                return msgspec.structs.replace(frame, payload=location, on_released=None, is_shared=True)
         if size_bytes <= COPIED_BYTES and type(frame.payload) is not bytes:
             return msgspec.structs.replace(frame, payload=bytes(joined(frame.payload)), on_released=None)
         return None

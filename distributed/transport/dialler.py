@@ -37,14 +37,14 @@ _STUCK_S = 5.0
 
 
 class Dialler:
-    """Dials the listener at `place` as `name`: once to begin a session, then whenever its stream broke."""
+    """Dials the listener at `address` as `name`: once to begin a session, then whenever its stream broke."""
 
-    def __init__(self, place: Address, name: str, limits: Limits, security: SecurityPolicy, reactor: Reactor) -> None:
-        self._place = place
+    def __init__(self, address: Address, name: str, limits: Limits, security: SecurityPolicy, reactor: Reactor) -> None:
+        self._address = address
         self._limits = limits
         self._security = security
         self._reactor = reactor
-        shares = may_share(place, limits)
+        shares = may_share(address, limits)
         self._hello = Hello(name, session=secrets.token_hex(16), process=process_identity(), shares=shares)
         #: Number of frames received by both sides at the last recovery, and number of recoveries since it changed.
         self._received = (0, 0)
@@ -96,9 +96,9 @@ class Dialler:
     def _greet(self, hello: Hello, timeout_s: float) -> tuple[Stream, Hello, str, SharedMemory | None]:
         """Dial; return the stream, the listener's `Hello`, the identity that it proved, and shared memory, if any."""
         deadline = Deadline.after(min(timeout_s, self._limits.hello_timeout_s))
-        sock = dial(self._place, min(timeout_s, _DIAL_S))
+        sock = dial(self._address, min(timeout_s, _DIAL_S))
         try:
-            stream, identity = secured = self._security.secure(sock, self._place, deadline, is_server=False)
+            stream, identity = secured = self._security.secure(sock, self._address, deadline, is_server=False)
             say_hello(stream, hello, deadline)
             answer = hear_hello(secured, self._security, self._limits, deadline)
             check_version(answer)

@@ -29,7 +29,7 @@ import struct
 from dflow.distributed.transport.buffer_pool import RECEIVED
 from dflow.distributed.transport.link import MIN_ALIGNED_BYTES, Frame, Kind, Limits
 from dflow.distributed.transport.reactor import give_way
-from dflow.distributed.transport.shared_memory import PLACE_BYTES, SharedView
+from dflow.distributed.transport.shared_memory import LOCATION_BYTES, SharedView
 from dflow.distributed.transport.stream import Deadline, Stream, receive_by
 from dflow.distributed.wire.codec import Payload
 from dflow.tracing.errors import TransportClosed, WireError
@@ -142,10 +142,10 @@ class FrameReader:
         self.is_in_frame = self._start < self._end
         return Frame(kind, number, meta, payload, None, False, sequence, acknowledged)
 
-    def _shared_payload(self, place: Payload) -> memoryview:
-        if self._shared is None or len(place) != PLACE_BYTES:
-            raise WireError(f"a payload of {len(place)} bytes is marked as shared memory, but is no location there")
-        return self._shared.take(place, self._limits.max_payload_bytes)
+    def _shared_payload(self, location: Payload) -> memoryview:
+        if self._shared is None or len(location) != LOCATION_BYTES:
+            raise WireError(f"a payload of {len(location)} bytes is marked as shared memory, but is no location there")
+        return self._shared.take(location, self._limits.max_payload_bytes)
 
     def _take(self, size_bytes: int) -> bytearray:
         """Return a copy of the next `size_bytes` bytes, waiting for them."""

@@ -3,8 +3,8 @@
 Why: a copy through the kernel costs as much as several copies in memory, and needs a buffer at the receiver too.
 
 The sender owns the memory and passes its descriptor over the Unix socket. The memory begins with one byte for each
-value in use (a slot); the values follow. The sender sets a value's byte, and sends slot, offset and size as the frame's
-payload. The receiver clears the byte when the array made from the value is freed, which costs no message.
+value in use (its flag); the values follow. The sender sets a value's flag, and sends its number, offset and size
+as the frame's payload. The receiver clears it when the array made from the value is freed, which costs no message.
 
 Invariants: the sender writes only into blocks whose byte the receiver has cleared. Each side maps the memory while
 anything refers to it. The memory's size is sealed, so neither side can truncate it under the other; the receiver checks
@@ -41,9 +41,9 @@ GRAIN_BYTES = 4096
 #: Smaller parts are copied while holding the interpreter's lock, which takes less time than NumPy's function.
 _COPIED_WITH_LOCK = 64 << 10
 
-_SLOTS = GRAIN_BYTES
-_PLACE = struct.Struct("<QQQ")
-PLACE_BYTES = _PLACE.size
+_FLAGS = GRAIN_BYTES
+_LOCATION = struct.Struct("<QQQ")
+LOCATION_BYTES = _LOCATION.size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MARK = b"M"
 _NO_MEMORY = b"-"
@@ -91,17 +91,17 @@ class SharedPool:
     def __init__(self, size_bytes: int) -> None:
         self.descriptor = os.memfd_create("dflow", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.descriptor, _SLOTS + size_bytes)
+            os.ftruncate(self.descriptor, _FLAGS + size_bytes)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self._bytes = np.frombuffer(mmap.mmap(self.descriptor, _SLOTS + size_bytes), np.uint8)
+            self._bytes = np.frombuffer(mmap.mmap(self.descriptor, _FLAGS + size_bytes), np.uint8)
             self._memory = self._bytes.data
         except BaseException:
             os.close(self.descriptor)
             raise
         self._lock = threading.Lock()
         self._blocks = Blocks(size_bytes)
-        self._free_slots = deque(range(_SLOTS))
-        #: Slot and offset of each value that the other side may still use.
+        self._free_flags = deque(range(_FLAGS))
+        #: Flag and offset of each value that the other side may still use.
         self._lent: list[tuple[int, int]] = []
 
     def put(self, payload: SentPayload) -> bytes | None:
@@ -109,13 +109,13 @@ class SharedPool:
         size_bytes = len(payload)
         with self._lock:
             self._collect()
-            if not self._free_slots:
+            if not self._free_flags:
                 return None
             offset = self._blocks.take(size_bytes)
             if offset is None:
                 return None
-            slot = self._free_slots.popleft()
-        start = _SLOTS + offset
+            flag = self._free_flags.popleft()
+        start = _FLAGS + offset
         for part in parts_of(payload):
             end = start + len(part)
             if len(part) < _COPIED_WITH_LOCK:
@@ -123,20 +123,20 @@ class SharedPool:
             else:
                 np.copyto(self._bytes[start:end], np.frombuffer(part, np.uint8))
             start = end
-        self._bytes[slot] = 1
+        self._bytes[flag] = 1
         with self._lock:
-            self._lent.append((slot, offset))
-        return _PLACE.pack(slot, offset, size_bytes)
+            self._lent.append((flag, offset))
+        return _LOCATION.pack(flag, offset, size_bytes)
 
     def _collect(self) -> None:
-        """Free the blocks and slots that the other side has released."""
+        """Free the blocks and flags that the other side has released."""
         still: list[tuple[int, int]] = []
-        for slot, offset in self._lent:
-            if self._bytes[slot]:
-                still.append((slot, offset))
+        for flag, offset in self._lent:
+            if self._bytes[flag]:
+                still.append((flag, offset))
             else:
                 self._blocks.give_back(offset)
-                self._free_slots.append(slot)
+                self._free_flags.append(flag)
         self._lent = still
 
 
@@ -151,25 +151,25 @@ class SharedView:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise WireError("the other side offers a shared memory whose size it could change")
             size_bytes = os.fstat(descriptor).st_size
-            if size_bytes < _SLOTS:
-                raise WireError(f"a shared memory of {size_bytes} bytes is offered; it has at least {_SLOTS}")
+            if size_bytes < _FLAGS:
+                raise WireError(f"a shared memory of {size_bytes} bytes is offered; it has at least {_FLAGS}")
             self._bytes = np.frombuffer(mmap.mmap(descriptor, size_bytes), np.uint8)
         finally:
             os.close(descriptor)
 
-    def take(self, place: Payload, most_bytes: int) -> memoryview:
+    def take(self, location: Payload, most_bytes: int) -> memoryview:
         """Return the value at a location, writable and aligned; it is released when nothing refers to it any more.
 
         raises  WireError if the location is invalid, or the value has more than `most_bytes`
         """
-        slot, offset, size_bytes = _PLACE.unpack(place)
-        start = _SLOTS + offset
-        if slot >= _SLOTS or offset % GRAIN_BYTES or start + size_bytes > self._bytes.size:
-            raise WireError(f"no value of {size_bytes} bytes at {offset} in slot {slot} of {self._bytes.size} bytes")
+        flag, offset, size_bytes = _LOCATION.unpack(location)
+        start = _FLAGS + offset
+        if flag >= _FLAGS or offset % GRAIN_BYTES or start + size_bytes > self._bytes.size:
+            raise WireError(f"no value of {size_bytes} bytes at {offset} with flag {flag} of {self._bytes.size} bytes")
         if size_bytes > most_bytes:
             raise WireError(f"a payload of {size_bytes} bytes is over the limit of {most_bytes}")
         lent = self._bytes[start : start + size_bytes]
-        weakref.finalize(lent, self._bytes.__setitem__, slot, 0).atexit = False
+        weakref.finalize(lent, self._bytes.__setitem__, flag, 0).atexit = False
         return lent.data
 
 

@@ -36,11 +36,11 @@ class SocketTransport:
     def listen(self, address: str, *, name: str, handler: Handler, resume_s: float | None = None) -> SocketListener:
         """Accept connections at `address`; see `base.Transport.listen`."""
         ways = parse_endpoints(address)
-        places = [ways.main] if ways.near is None else [ways.main, ways.near]
-        for place in places:
-            self._security.check_address(place, listens=True)
+        endpoints = [ways.main] if ways.near is None else [ways.main, ways.near]
+        for endpoint in endpoints:
+            self._security.check_address(endpoint, listens=True)
         with contextlib.ExitStack() as opened:
-            bounds = [opened.enter_context(contextlib.closing(bind(place))) for place in places]
+            bounds = [opened.enter_context(contextlib.closing(bind(endpoint))) for endpoint in endpoints]
             opened.pop_all()
         return SocketListener(bounds, name, handler, self._limits_with(resume_s), self._security, self._reactor)
 
@@ -56,13 +56,13 @@ class SocketTransport:
         resume_s: float | None = None,
     ) -> Peer:
         """Connect to `address`, retrying while nothing answers there; see `base.Transport.connect`."""
-        places, limits = _ways_from_here(parse_endpoints(address)), self._limits_with(resume_s)
-        for place in places:
-            self._security.check_address(place, listens=False)
+        endpoints, limits = _ways_from_here(parse_endpoints(address)), self._limits_with(resume_s)
+        for endpoint in endpoints:
+            self._security.check_address(endpoint, listens=False)
         deadline, retry_s = Deadline.after(timeout_s), FIRST_RETRY_S
         while True:
             try:
-                return self._connect_once(places, name, handler, limits, deadline.left_s)
+                return self._connect_once(endpoints, name, handler, limits, deadline.left_s)
             except (WireError, SecurityError) as error:
                 raise type(error)(f"cannot connect to {who} at {address}: {error}") from error
             except (OSError, TransportClosed, DeadlineExceeded) as error:
@@ -78,10 +78,10 @@ class SocketTransport:
         return self._limits if resume_s is None else dataclasses.replace(self._limits, resume_s=resume_s)
 
     def _connect_once(
-        self, places: Sequence[Address], name: str, handler: Handler, limits: Limits, timeout_s: float
+        self, endpoints: Sequence[Address], name: str, handler: Handler, limits: Limits, timeout_s: float
     ) -> Peer:
         """Connect by the first address at which the other side listens; errors are those of the last address."""
-        diallers = [Dialler(place, name, limits, self._security, self._reactor) for place in places]
+        diallers = [Dialler(endpoint, name, limits, self._security, self._reactor) for endpoint in endpoints]
         for dialler in diallers[:-1]:
             with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
                 return dialler.connect(handler, timeout_s)

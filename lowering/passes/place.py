@@ -190,8 +190,8 @@ class _Placing:
         if not fed:
             return self._default
         if len(fed[id(node)]) == 1:
-            [place] = fed[id(node)]
-            return place if place != self._local else None
+            [task] = fed[id(node)]
+            return task if task != self._local else None
         made_from = [placed[id(graph.producers[value])] for value in node.values if value in graph.producers]
         return next((device for device in made_from if device not in (None, self._local)), None)
 
@@ -225,11 +225,11 @@ def _places_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mappin
         if touched:
             fed[id(node)] = frozenset(refs[ref].device or local for ref in touched)
             continue
-        places: set[str] = set()
+        tasks: set[str] = set()
         for value in node.outputs:
             for user in graph.uses.get(value, ()):
                 is_passed_on = user.must_run or user.device == WITH_STATE or user.op.primitive is wire_p
-                places |= fed[id(user)] if is_passed_on else {local}
-            places |= {local} if value in outputs else set()
-        fed[id(node)] = frozenset(places)
+                tasks |= fed[id(user)] if is_passed_on else {local}
+            tasks |= {local} if value in outputs else set()
+        fed[id(node)] = frozenset(tasks)
     return fed

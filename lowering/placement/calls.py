@@ -65,25 +65,25 @@ def _calls(problem: Problem, assignment: Sequence[int]) -> list[_Call]:
         device = assignment[number]
         for earlier in needed:
             levels[number] = max(levels[number], levels[earlier] + (assignment[earlier] != device))
-    places = list(zip(assignment, levels, strict=True))
+    sites = list(zip(assignment, levels, strict=True))
     first = {
         number
         for number, device in enumerate(assignment)
         if any(assignment[later] != device for later in problem.successors[number])
     }
-    _add_needed(problem, places, first)
-    stateful = {places[number] for number in first if problem.units[number].touches_state}
-    first |= {n for n, unit in enumerate(problem.units) if unit.touches_state and places[n] in stateful}
-    _add_needed(problem, places, first)
-    rest = dict.fromkeys(places, 0.0)
-    for number, (device, level) in enumerate(places):
+    _add_needed(problem, sites, first)
+    stateful = {sites[number] for number in first if problem.units[number].touches_state}
+    first |= {n for n, unit in enumerate(problem.units) if unit.touches_state and sites[n] in stateful}
+    _add_needed(problem, sites, first)
+    rest = dict.fromkeys(sites, 0.0)
+    for number, (device, level) in enumerate(sites):
         if number not in first:
             rest[device, level] += problem.units[number].seconds[device]
-    return [(*place, number not in first and rest[place] >= LEAST_S) for number, place in enumerate(places)]
+    return [(*site, number not in first and rest[site] >= LEAST_S) for number, site in enumerate(sites)]
 
 
-def _add_needed(problem: Problem, places: Sequence[tuple[int, int]], found: set[int]) -> None:
+def _add_needed(problem: Problem, sites: Sequence[tuple[int, int]], found: set[int]) -> None:
     """Add the units of the same device and level on which units in `found` depend."""
     for number in reversed(range(len(problem.units))):
         if number in found:
-            found.update(earlier for earlier in problem.predecessors[number] if places[earlier] == places[number])
+            found.update(earlier for earlier in problem.predecessors[number] if sites[earlier] == sites[number])

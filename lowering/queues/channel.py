@@ -32,7 +32,7 @@ class StepId(msgspec.Struct, frozen=True, gc=False):
     number: int
 
     @property
-    def place(self) -> int:
+    def index(self) -> int:
         """The index of the step within the task's current life, from 0."""
         return self.number % STEPS_OF_A_LIFE
 

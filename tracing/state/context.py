@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jax.sharding import Sharding
 
 
-class Slot(NamedTuple):
+class ValueLocation(NamedTuple):
     """Location of a variable's value: the task (None: this process) and its key in that task's store.
 
     `sharding` is its sharding over several devices or an explicit mesh; None for one device or an open placement.
@@ -45,7 +45,7 @@ class Home(Protocol):
     def spread(self) -> int:
         """Number of tasks over which new variables are spread, at least 1."""
 
-    def create(self, variable: Any, initial: Initial, near: Any) -> Slot | None:
+    def create(self, variable: Any, initial: Initial, near: Any) -> ValueLocation | None:
         """Create the variable's value, or find it; return its location, or None if `settle` will set that later.
 
         Raises VariableError when a variable of that name but another type is there.
@@ -72,7 +72,7 @@ class Home(Protocol):
     def update(self, variable: Any, kind: str, *operands: Any) -> None:
         """Change the value, as one update; `kind` is a key of `updates.KINDS`, the operands fit it."""
 
-    def create_resource(self, resource: Any) -> Slot:
+    def create_resource(self, resource: Any) -> ValueLocation:
         """Create a queue or an accumulator; returns where it is."""
 
     def use_resource(self, resource: Any, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:

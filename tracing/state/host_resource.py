@@ -74,10 +74,10 @@ class HostResource:
         """Create the resource in the current state backend. Subclasses call this once its type and settings are set."""
         self.handle = Handle(self)
         self.home: Home = current_home()
-        slot = self.home.create_resource(self)
-        self.device: str | None = slot.device
+        location = self.home.create_resource(self)
+        self.device: str | None = location.device
         #: Its name in the store that holds it.
-        self.key = slot.key
+        self.key = location.key
         self.namesakes = joined_namesakes(self)
         join(self)
 

@@ -151,11 +151,11 @@ class Variable(RowUpdates, jax.Array):
         self.sharding = sharding
         self.loc = caller()
         self.handle = Handle(self)
-        slot = self.home.create(self, first, near)
-        if slot is not None:
+        location = self.home.create(self, first, near)
+        if location is not None:
             # JAX asks where an argument lies, so a variable passed to its functions goes there as it is spread.
-            self.device, self.key, self.sharding = slot
-            self.type = self.handle.type = replace(self.type, sharding=explicit_sharding(slot.sharding, self.shape))
+            self.device, self.key, self.sharding = location
+            self.type = self.handle.type = replace(self.type, sharding=explicit_sharding(location.sharding, self.shape))
         self.namesakes = joined_namesakes(self)
         join(self)
 
@@ -269,10 +269,10 @@ class Variable(RowUpdates, jax.Array):
 
     def _scatter(self, kind: str, indices: Any, rows: Any, reduce: str | None = None) -> None:
         self._check_kind(kind, reduce)
-        places = self._indices(kind, indices)
-        wanted = lookup_type(self.type, array_type_of(places))
+        positions = self._indices(kind, indices)
+        wanted = lookup_type(self.type, array_type_of(positions))
         given = self._fitting(kind, rows, wanted, f", at these indices rows of {wanted},")
-        update_p.bind(places, given, handle=self.handle, kind=kind, reduce=reduce)
+        update_p.bind(positions, given, handle=self.handle, kind=kind, reduce=reduce)
 
     def _check_kind(self, kind: str, reduce: str | None) -> None:
         refusal = kind_refusal(kind, self.type)
@@ -388,8 +388,8 @@ class Variable(RowUpdates, jax.Array):
 
     def __repr__(self) -> str:
         device = self.__dict__.get("device")
-        place = f" on {device}" if device else ""
-        return f"<Variable {self.name!r}: {self.type}{place}>"
+        where = f" on {device}" if device else ""
+        return f"<Variable {self.name!r}: {self.type}{where}>"
 
 
 def _check_name(name: str, near: Variable | None) -> None:

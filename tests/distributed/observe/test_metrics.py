@@ -22,7 +22,7 @@ from dflow.distributed.observe.metrics import (
     MetricsEndpoint,
     bounded,
     coordinator_metrics,
-    metrics_place,
+    metrics_address,
 )
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.testing import MemoryCluster, memory_cluster
@@ -126,13 +126,13 @@ def test_labels_are_bounded_and_what_is_beyond_is_one_sum() -> None:
     ],
 )
 def test_a_port_is_of_this_machine_alone_unless_a_host_is_said(place: str | int, found: tuple[str, int]) -> None:
-    assert metrics_place(place) == found
+    assert metrics_address(place) == found
 
 
 @pytest.mark.parametrize("place", ["", "nine", "host:", "70000", "-1"])
 def test_a_text_that_is_no_place_for_metrics_is_refused(place: str) -> None:
     with pytest.raises(ConfigError, match="give a port, or host:port, such as 9100"):
-        metrics_place(place)
+        metrics_address(place)
 
 
 def test_a_port_that_is_taken_is_told() -> None:

@@ -135,7 +135,7 @@ def test_a_cancelled_step_ends_at_once_and_does_not_come_back(cluster: Cluster) 
     handle, step = serve_gradients(cluster), next_step()
     pending = cluster.client.start(run_plan(step, handle))
     cluster.ask(CancelStep(step.origin, step.number, "the worker gave up"))
-    with pytest.raises(errors.StepCancelled, match=f"step {step.place} of chief:0 was cancelled: the worker gave up"):
+    with pytest.raises(errors.StepCancelled, match=f"step {step.index} of chief:0 was cancelled: the worker gave up"):
         pending.wait(DEADLINE_S)
     with pytest.raises(errors.StepCancelled, match="has ended here, or was cancelled"):
         cluster.ask(run_plan(step, handle))
@@ -174,7 +174,7 @@ def test_a_wait_ends_at_its_deadline_and_names_who_is_missing(make_cluster: Make
     cluster = make_cluster(TaskSettings(wait_timeout_s=0.05))
     create(cluster)
     step = next_step()
-    expected = rf"ps:0 waited 0\.05 s in step {step.place} of chief:0 for the value 'grad', which worker:0 should"
+    expected = rf"ps:0 waited 0\.05 s in step {step.index} of chief:0 for the value 'grad', which worker:0 should"
     with pytest.raises(errors.DeadlineExceeded, match=expected):
         cluster.ask(run_plan(step, serve_gradients(cluster)))
 

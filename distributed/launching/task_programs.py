@@ -1,4 +1,4 @@
-"""The programs of a cluster's tasks, and the launcher's interface to a place where they run."""
+"""The programs of a cluster's tasks, and the launcher's interface to a target, where they run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class TaskProgram:
 
     `task`         its full name, or "coordinator"
     `words`        the words of the command after the Python interpreter's name
-    `environment`  variables added to the environment of the place, which they override
-    `defaults`     variables added to the environment of the place, which overrides them
+    `environment`  variables added to the environment of the target, which they override
+    `defaults`     variables added to the environment of the target, which overrides them
     `ends_by`      signal that asks it to end with the whole launch; a task server saves its state at SIGTERM first
     """
 
@@ -46,8 +46,8 @@ class Running(Protocol):
         """End the program and the processes that it started, and wait until it is gone."""
 
 
-class LaunchPlace(Protocol):
-    """A place where programs are started."""
+class LaunchTarget(Protocol):
+    """Where programs are started: this machine, hosts or a Ray cluster."""
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> Running:
         """Start a program; `on_line` is called with each line of output, without its end, from any thread.
@@ -56,7 +56,7 @@ class LaunchPlace(Protocol):
         """
 
     def close(self) -> None:
-        """Release the resources of the place, once all started programs have ended."""
+        """Release the resources of the target, once all started programs have ended."""
 
 
 def coordinator_program(
