@@ -174,16 +174,16 @@ class LocalHome:
             watch.written(variable, kind, operands)
         self.store.update(variable.key, kind, *operands)
 
-    def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
-        values = self.store.snapshot(variable.key for variable in variables)
+    def read_together(self, variables: Sequence[Variable]) -> list[jax.Array]:
+        values = self.store.read_together(variable.key for variable in variables)
         return [values[variable.key] for variable in variables]
 
     def at_one_moment(self, variables: Sequence[Variable]) -> AbstractContextManager[list[jax.Array]]:
-        return nullcontext(self.snapshot(variables))
+        return nullcontext(self.read_together(variables))
 
     @contextmanager
     def capturing(self, variables: SavedVariables) -> Iterator[WriteCaptured]:
-        values = self.store.snapshot(one.key for each in variables.values() for one in each)
+        values = self.store.read_together(one.key for each in variables.values() for one in each)
 
         def array(held: Sequence[Variable]) -> Any:
             first, parts = held[0], [values[variable.key] for variable in held]

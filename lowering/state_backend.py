@@ -83,11 +83,11 @@ class StateBackend(Home, Protocol):
         name  the same for a producer that goes on with the elements of an earlier one of this task; None for no other
         """
 
-    def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
+    def read_together(self, variables: Sequence[Variable]) -> list[jax.Array]:
         """Return the values at one moment. They stay valid; the caller must not donate them."""
 
     def at_one_moment(self, variables: Sequence[Variable]) -> AbstractContextManager[list[jax.Array]]:
-        """Return the values as `snapshot` does, but also on a cluster at one moment of all its tasks."""
+        """Return the values as `read_together` does, but also on a cluster at one moment of all its tasks."""
 
     def capturing(self, variables: SavedVariables) -> AbstractContextManager[WriteCaptured]:
         """Take the values at one moment, on entry; the context gives a function that writes them into a folder.

@@ -1,4 +1,4 @@
-"""The state of a cluster as JSON data for pages, and the values of its curves, from two snapshots.
+"""The state of a cluster as JSON data for pages, and the values of its curves, from two looks.
 
 Invariant: the data is bounded, however many tasks, edges and variables there are; `..._left_out` counts the others.
 Tasks have their short names. A number that is not known is None.
@@ -31,9 +31,9 @@ Data = dict[str, Any]
 
 
 def cluster_json(before: Look | None, now: Look, steps_per_s: float, earlier: Look | None) -> Data:
-    """Return the state at the snapshot `now`; rates are None without one `before`.
+    """Return the state at the look `now`; rates are None without one `before`.
 
-    The rates of edges are since the snapshot `earlier`, some seconds ago: their traffic comes with heartbeats, of which
+    The rates of edges are since the look `earlier`, some seconds ago: their traffic comes with heartbeats, of which
     there may be none or two in a second.
     """
     status = now.status

@@ -1,6 +1,6 @@
 """What the dashboard knows of a run: its last state, its curves and its events; a state machine without I/O.
 
-Snapshots of the cluster and failures to take one go in, and updates for the pages come out. Times come with the calls.
+Looks at the cluster and failures to take one go in, and updates for the pages come out. Times come with the calls.
 Invariants: memory is bounded; after a failure the last state stays, with the phase that tells why it is old.
 """
 
@@ -60,7 +60,7 @@ class DashboardRecord:
         self.seen_event, self.seen_start = 0, ""
 
     def seen(self, look: Look, told: ClusterEvents, *, wall_s: float) -> list[PageUpdate]:
-        """Record a snapshot, and the coordinator's events since the last one; `wall_s` is the Unix time."""
+        """Record a look, and the coordinator's events since the last one; `wall_s` is the Unix time."""
         if self.seen_start and told.start.partition("/")[0] != self._run():
             newest = self._newest
             self._begin()
@@ -99,7 +99,7 @@ class DashboardRecord:
         return PageUpdate("points", {"run": self._run(), "at_s": at_s, "step": step, "values": kept})
 
     def failed(self, why: str, *, now_s: float) -> list[PageUpdate]:
-        """Record that no snapshot could be taken at the time `now_s` of any clock that does not go back."""
+        """Record that no look could be taken at the time `now_s` of any clock that does not go back."""
         news = []
         if self._failed_since_s is None:
             self._failed_since_s = now_s
@@ -112,7 +112,7 @@ class DashboardRecord:
         """Return the JSON data of the last state, with the phase of the run.
 
         `run` names the run, as in the points: another one means that the curves and tables begin again. Empty before
-        the first snapshot.
+        the first look.
         """
         phase, text = self._phase()
         head: Data = {

@@ -1,7 +1,7 @@
-"""Snapshots of a running cluster, and what two of them tell of each task.
+"""Looks at a running cluster, and what two of them tell of each task.
 
 The coordinator reports membership, heartbeats and traffic; each task reports its own state. Rates are differences, so
-they need two snapshots.
+they need two looks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dflow.distributed.wire.messages.status import Status, TaskHealth, VariableI
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DflowError
 
-#: Time between two snapshots, in s.
+#: Time between two looks, in s.
 LOOK_S = 1.0
 #: Longest wait for an answer of a task, in s.
 TASK_S = 2.0
@@ -39,7 +39,7 @@ _LETTER = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"
 
 @dataclass(frozen=True)
 class Look:
-    """A snapshot: the coordinator's status, and the states of the tasks that answered, by full task name."""
+    """A look: the coordinator's status, and the states of the tasks that answered, by full task name."""
 
     at_s: float
     status: Status
@@ -47,7 +47,7 @@ class Look:
 
 
 def look(observer: ClusterObserver, pool: Executor) -> Look:
-    """Take a snapshot. Tasks that do not answer within `TASK_S` are left out."""
+    """Take a look. Tasks that do not answer within `TASK_S` are left out."""
     status = observer.status()
     live = live_tasks(status)
     answers = zip(live, pool.map(partial(_state_of, observer), live), strict=True)
@@ -92,7 +92,7 @@ def condition(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float
     """Return the condition of a live task.
 
     known  its newest heartbeat, if there was one
-    slow   the stragglers of the snapshot `now`; see `stragglers`
+    slow   the stragglers of the look `now`; see `stragglers`
     """
     if info.task in now.status.away:
         return Condition("away", "warn", "away")

@@ -90,7 +90,7 @@ class ExportContent:
         names = [name for held in arrays.values() for name in held]
         values: dict[str, Any] = {}
         for backend, here in by_backend({name: self.variables[name] for name in names}).items():
-            values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
+            values.update(zip(here, backend.read_together([*here.values()]), strict=True))
         return {
             array: values[array]
             if array not in parts

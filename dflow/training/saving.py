@@ -163,7 +163,7 @@ def _values(named: Mapping[str, NamedArray]) -> dict[str, Any]:
     """Return the values at one moment (on a cluster: one moment per task), brought to this process."""
     found: dict[str, Any] = {}
     for backend, here in arrays_by_backend(named).items():
-        values = iter(backend.snapshot([one for held in here.values() for one in held]))
+        values = iter(backend.read_together([one for held in here.values() for one in held]))
         for name, held in here.items():
             parts = list(itertools.islice(values, len(held)))
             wholes = [*map(whole_here, parts)]

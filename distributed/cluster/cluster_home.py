@@ -118,10 +118,10 @@ class ClusterHome(ClusterResources):
         return created_together(self._requests)
 
     def read(self, variable: Variable) -> jax.Array:
-        (value,) = self.snapshot([variable])
+        (value,) = self.read_together([variable])
         return value
 
-    def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
+    def read_together(self, variables: Sequence[Variable]) -> list[jax.Array]:
         """Return the values; those of one task are of one moment."""
         by_task = _by_task({variable.key: [variable] for variable in variables})
         answers = self._ask({task: ReadVariables(tuple(held)) for task, held in by_task.items()})

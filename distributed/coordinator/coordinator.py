@@ -128,7 +128,7 @@ class Coordinator:
             threading.Thread(target=self._tick_every, args=(tick_s,), name="dflow tick", daemon=True).start()
 
     def status(self) -> Status:
-        """Return a snapshot for people and tools."""
+        """Return the status for people and tools."""
         with self._mailbox.lock:
             return self._state.status(self._clock() - self._started_s)
 

@@ -215,7 +215,7 @@ class CoordinatorState:
         return f"came in the name of {short_task_name(task)} over a connection that is not its own ({why})"
 
     def status(self, at_s: float) -> Status:
-        """Return a snapshot for people and tools."""
+        """Return the status for people and tools."""
         roster = self._members.roster()
         fields: dict[str, Any] = {}
         for part in self._core.parts:

@@ -157,7 +157,7 @@ class TaskSnapshots(TaskPart):
         number, committed = message.number, message.committed
         reach("capture", self._task)
         with self._state_lock:
-            values = self._store.snapshot(self._store.keys())
+            values = self._store.read_together(self._store.keys())
             resources, contents = self._resources.saved()
             applied = self._store.applied.copy()
             copies = {part.saved_as: part.copy() for part in self._parts_with_state()}

@@ -79,7 +79,7 @@ class TaskCheckpoints(TaskPart):
     @requests.queued(CaptureVariables)
     def capture(self, message: CaptureVariables, arrival: RequestArrival) -> None:
         """Take values at one moment and keep them until the capture ends. Raises VariableError."""
-        values = self._task.store.snapshot(message.keys)
+        values = self._task.store.read_together(message.keys)
         with self._lock:
             if not self._task.channel.has_left(message.origin):  # a task that leaves from now on ends its captures
                 self._captured[message.origin, message.number] = values

@@ -5,7 +5,7 @@ can. The costs are those of an assumed machine (`RATES`, `LINK`), so that a grap
 lowered: only the ratios of costs matter. Times are whole ns, so sums are exact.
 
 A value takes memory from the start of the node that makes it, or of its transfer, to the end of its last use. A
-snapshot of a variable takes none until the variable is written. Arguments, variables and results stay until the end.
+read that is only moved takes none until the variable is written. Arguments, variables and results stay until the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cached_property
 from dflow.lowering.placement.problem import DeviceLink
 from dflow.lowering.placement.simulate import most_held
 from dflow.lowering.placement.work import Rates, work_in, work_of
-from dflow.lowering.values.snapshots import snapshots, variables_read
+from dflow.lowering.values.moved_reads import moved_reads, variables_read
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Node, Value
@@ -50,14 +50,14 @@ class Timeline:
 
     @cached_property
     def free_until(self) -> Mapping[Value, float]:
-        """The inputs and the snapshots of variables, with the time until which they take no additional memory."""
+        """The inputs and the moved reads, with the time until which they take no additional memory."""
         found: dict[Value, float] = dict.fromkeys(self.graph.inputs, _FOR_EVER)
         writes: dict[Value, list[int]] = {}
         for number, node in enumerate(self.graph.nodes):
             for effect, ref in node.effects if node.must_run else ():
                 if effect is Effect.WRITE and ref is not None:
                     writes.setdefault(ref, []).append(self.start[number])
-        taken = snapshots(self.graph)
+        taken = moved_reads(self.graph)
         for number, node in enumerate(self.graph.nodes):
             for value, ref in zip(node.outputs, variables_read(node), strict=True) if node in taken else ():
                 times = writes.get(ref, [])

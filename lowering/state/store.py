@@ -42,7 +42,7 @@ from dflow.tracing.rows.slices import AxisSlice
 Result = TypeVar("Result")
 _StatesByKeys = WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], StepState]
 
-#: Number of attempts to view a value that steps write meanwhile, before a snapshot is taken instead.
+#: Number of attempts to view a value that steps write meanwhile, before they are read as arrays instead.
 MOST_LOOKS = 5
 
 
@@ -144,7 +144,7 @@ class Store:
 
         return self.table.section(gather)
 
-    def snapshot(self, keys: Iterable[str]) -> dict[str, jax.Array]:
+    def read_together(self, keys: Iterable[str]) -> dict[str, jax.Array]:
         """Return the values at one moment, between two programs. They stay valid; the caller must not donate them.
 
         The next program that would overwrite one of the buffers gets a copy instead. So nothing is copied here, except
@@ -152,7 +152,7 @@ class Store:
         """
         keys = list(keys)
 
-        def snapshot() -> list[jax.Array]:
+        def read() -> list[jax.Array]:
             values = self.table.values(keys)
             for number, entry in enumerate(map(self.table.entry, keys)):
                 holder = entry.holder
@@ -164,14 +164,14 @@ class Store:
                 entry.is_aliased = True
             return values
 
-        return dict(zip(keys, self.table.section(snapshot), strict=True))
+        return dict(zip(keys, self.table.section(read), strict=True))
 
     def views(self, keys: Sequence[str]) -> list[jax.Array | npt.NDArray[Any]]:
         """Return the values at one moment, to be sent and then freed.
 
         For values on the CPU, waits until they are computed and returns NumPy views of their buffers. While a view
         exists, a program that would overwrite its buffer writes elsewhere, which costs a copy. For values on other
-        devices, or when steps keep overwriting them, returns the arrays of `snapshot`. Raises VariableError.
+        devices, or when steps keep overwriting them, returns the arrays of `read_together`. Raises VariableError.
         """
         for _ in range(MOST_LOOKS):
             values, are_views = self.table.section(lambda: self._views_now(keys))
@@ -181,7 +181,7 @@ class Store:
                 break
             with suppress(RuntimeError):  # a program has overwritten a value since
                 wait_until_computed(values)
-        found = self.snapshot(keys)
+        found = self.read_together(keys)
         return [found[key] for key in keys]
 
     def _views_now(self, keys: Sequence[str]) -> tuple[list[Any], bool]:
@@ -296,7 +296,7 @@ class Store:
         self, program: Program, writes: Sequence[str], reads: Sequence[str], operands: Sequence[Any]
     ) -> Sequence[jax.Array]:
         """Return the results of `call` without its changes: the program runs on copies of the variables."""
-        values = self.snapshot([*writes, *reads])
+        values = self.read_together([*writes, *reads])
         written, read = [jnp.copy(values[key]) for key in writes], [values[key] for key in reads]
         results: Sequence[jax.Array] = program.run(
             lambda call, args: call(written, read, *args)[1], operands, lambda: [*written, *read, *operands]

@@ -134,7 +134,7 @@ class ItemCompiler:
             return lambda run: fill(run.registers, views())
 
         def do(run: Execution) -> None:
-            values = store.snapshot(keys)
+            values = store.read_together(keys)
             fill(run.registers, [values[key] for key in keys])
 
         return do

@@ -188,7 +188,7 @@ class SnapshotChecks(Checks, ABC):
             member = self.tasks.member(short_task_name(info.task))
             is_there = member is not None and str(member.process) == info.process and info.kind == "variable"
             if member is not None and is_there and info.name in member.server.store:
-                found[info.name] = np.array(member.server.store.snapshot([info.name])[info.name])
+                found[info.name] = np.array(member.server.store.read_together([info.name])[info.name])
         return found
 
     def _done_steps(self) -> Sequence[int]:

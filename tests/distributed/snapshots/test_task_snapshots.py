@@ -113,7 +113,7 @@ class Task:
 
 
 def same(task: Task, values: dict[str, Any]) -> None:
-    found = task.store.snapshot(values)
+    found = task.store.read_together(values)
     for key, value in values.items():
         assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape)
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -144,7 +144,7 @@ def test_an_empty_process_and_one_that_went_on_return_to_the_same_state(tmp_path
     task.store.applied.attempt(begun).ended()
     late = task.store.applied.attempt(StepOfRun("run", 6))
     for one in (task, Task(tmp_path)):
-        before = one.store.snapshot(one.store.keys())
+        before = one.store.read_together(one.store.keys())
         assert one.do(LoadState(1, 3)) == [StateLoaded(PS, 3)]
         same(one, before)
         assert not one.runs.cancelled

@@ -196,7 +196,7 @@ def test_a_callback_of_a_step_that_writes_cannot_write_what_the_step_reads() -> 
     store = new_store(w=1.0, v=2.0)
 
     def program(written: Any, read: Any) -> Any:
-        assert store.snapshot(["v"])["v"].tolist() == [2.0] * 3
+        assert store.read_together(["v"])["v"].tolist() == [2.0] * 3
         with pytest.raises(VariableError, match="within the very step that uses it"):
             add(store, "v")
         return written, None

@@ -52,14 +52,16 @@ def test_repeated_views_equal_snapshots(keys: list[str], actions: list[str]) -> 
         "add reversed": repeated_add(store, NAMES[::-1]),
         "add one": repeated_add(store, NAMES[1:2]),
         "write": lambda: store.write("b", np.full(3, 100, np.float32)),
-        "snapshot": lambda: store.snapshot(NAMES),
+        "snapshot": lambda: store.read_together(NAMES),
         "read": views,
     }
     for action in actions:
         do[action]()
-        before = {key: np.array(value) for key, value in store.snapshot(keys).items()} if action == "read" else None
+        before = (
+            {key: np.array(value) for key, value in store.read_together(keys).items()} if action == "read" else None
+        )
         read = views()
-        expected = before or store.snapshot(keys)
+        expected = before or store.read_together(keys)
         for key, value in zip(keys, read, strict=True):
             np.testing.assert_array_equal(value, expected[key])
 

@@ -190,9 +190,9 @@ def test_nobody_waits_for_a_step_but_who_asks_for_its_variables() -> None:
     assert store.read("v").tolist() == [2.0] * 3
     store.call(ADD, ["v"], [], [ONES])
     store.update("u", "assign_add", ONES)
-    assert store.snapshot(["u", "v"])["v"].tolist() == [3.0] * 3
+    assert store.read_together(["u", "v"])["v"].tolist() == [3.0] * 3
     with ThreadPoolExecutor(2) as pool:
-        asking = [pool.submit(store.read, "w"), pool.submit(store.snapshot, ["v", "w"])]
+        asking = [pool.submit(store.read, "w"), pool.submit(store.read_together, ["v", "w"])]
         held.end()
         read, snapshot = (future.result(WAIT_S) for future in asking)
     assert read.tolist() == snapshot["w"].tolist() == [2.0] * 3
@@ -219,7 +219,7 @@ def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyP
     with ThreadPoolExecutor(1) as pool:
         called = pool.submit(call)
         busy.wait(WAIT_S)
-        for use in (lambda: store.read("w"), lambda: store.snapshot(["w"]), lambda: store.write("w", ONES)):
+        for use in (lambda: store.read("w"), lambda: store.read_together(["w"]), lambda: store.write("w", ONES)):
             with pytest.raises(
                 DeadlineExceeded, match=r"'w' .* a call of train, [\s\S]*does a callback of that call wait"
             ):
@@ -250,7 +250,7 @@ def test_who_wants_many_variables_gets_them_between_steps_that_never_rest(keeps:
     with ThreadPoolExecutor(2) as pool:
         training = [pool.submit(train, key) for key in ("w", "v")]
         try:
-            seen = [store.snapshot(["w", "v"]) for _ in range(20)]
+            seen = [store.read_together(["w", "v"]) for _ in range(20)]
         finally:
             stop.set()
         calls = [future.result(WAIT_S) for future in training]
@@ -284,7 +284,7 @@ def test_what_is_dropped_while_a_step_has_it_goes_after_the_step() -> None:
 
 def test_a_step_takes_a_copy_of_what_has_been_handed_out() -> None:
     store = new_store(w=1.0)
-    given, taken = store.snapshot(["w"])["w"], list[jax.Array]()
+    given, taken = store.read_together(["w"])["w"], list[jax.Array]()
 
     def program(written: Any, read: Any) -> Any:
         taken.extend(written)

@@ -96,7 +96,7 @@ class Task:
 
     def state(self) -> tuple[float, float, int, list[float]]:
         """The values, the number of elements in the queue, and what was printed."""
-        values = self.store.snapshot(["a", "b"])
+        values = self.store.read_together(["a", "b"])
         return float(values["a"]), float(values["b"]), self.queue.depth()[0], self.printed
 
 

@@ -6,7 +6,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Node, Value
 
 
-def snapshots(graph: Graph) -> frozenset[Node]:
+def moved_reads(graph: Graph) -> frozenset[Node]:
     """Return the calls whose results are values of variables and are used by copies and sends alone.
 
     So their results may be the buffers of the variables themselves: no user returns, donates or keeps them.
@@ -27,8 +27,8 @@ def snapshots(graph: Graph) -> frozenset[Node]:
     )
 
 
-def variables_read(snapshot: Node) -> list[Value]:
-    """Return the variable of each result of a snapshot."""
-    (body,) = snapshot.bodies
-    outer = dict(zip(body.inputs, snapshot.values, strict=True))
+def variables_read(read: Node) -> list[Value]:
+    """Return the variable of each result of a read."""
+    (body,) = read.bodies
+    outer = dict(zip(body.inputs, read.values, strict=True))
     return [outer[ref] for output in body.outputs if isinstance(output, Value) for ref in body.producers[output].values]
