@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 import dflow
@@ -34,7 +34,7 @@ from tests.programs.made import (
     variables_of,
 )
 from tests.programs.reference import InexactError, Reference
-from tests.programs.statements import Program
+from tests.programs.statements import Call, Cond, Derive, Loop, Program, Read, Write
 from tests.reference.interpret import interpret
 
 # No program may leave a value of its trace in an object of dflow.
@@ -133,6 +133,22 @@ def check_eager(program: Program) -> None:
         assert by_running(program, "eager") == wanted, "eager"
 
 
+#: Writes the last value to a variable, and reads it.
+_WRITES = (Write(0, -1, "assign_add"), Read(0))
+#: Derivatives through loops, branches and calls that write variables, and through later reads of these.
+DERIVED = Program(
+    (("float32", (3,)), ("float32", ())),
+    tuple(
+        Derive("value_and_grad", 0, (0, 1), (part, Write(1, -1, "assign_add"), Read(1)))
+        for part in (
+            *(Loop(how, 0, 2, _WRITES) for how in ("scan", "map", "fori", "bounded")),
+            Cond(0, (_WRITES, (Read(1),))),
+            Call("checkpoint", 0, (Loop("scan", -1, 2, _WRITES),)),
+            Call("jit", -1, (Call("custom_jvp", -1, _WRITES), Read(0))),
+        )
+    ),
+)
+
 ANY = programs(host_state="some", logs=True)
 #: Other programs have few statements of host state, and fewer of these in loops and branches.
 OF_HOST_STATE = programs(most=4, host_state="mostly")
@@ -142,6 +158,7 @@ OF_HOST_STATE = programs(most=4, host_state="mostly")
 @pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
 @settings(max_examples=examples(25))
 @given(program=ANY, donates=st.booleans())
+@example(program=DERIVED, donates=False)
 def test_a_compiled_program_does_what_jax_alone_would_do(program: Program, donates: bool) -> None:
     check_compiled(program, "donating" if donates else "compiled")
 

@@ -296,15 +296,12 @@ class Traced:
         return Traced(self.variables, self.queues, self.accumulator, self.seen)
 
     def log(self, value: Any) -> None:
-        """Print a value."""
         io_callback(lambda array: self.seen.append(np.asarray(array).tolist()), None, value, ordered=True)
 
     def call(self, how: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, of the kind `how`."""
         return {"jit": jax.jit, "dflow.jit": dflow.jit, "checkpoint": jax.checkpoint}[how](fn)
 
     def custom(self, how: str, effects: Callable[..., Any], x: Any) -> Any:
-        """Return a function with a custom rule and with effects."""
 
         def fn(x: Any) -> Any:
             effects(jax.lax.stop_gradient(x))
@@ -365,17 +362,14 @@ class AtOnce(Traced):
         return carry, jnp.stack(ys)
 
     def map(self, fn: Callable[..., Any], xs: Any) -> Any:
-        """Like `jax.lax.map`."""
         return jnp.stack([fn(x) for x in xs])
 
     def fori_loop(self, start: int, stop: int, fn: Callable[..., Any], carry: Any) -> Any:
-        """Like `jax.lax.fori_loop`."""
         for i in range(start, stop):
             carry = fn(i, carry)
         return carry
 
     def while_loop(self, test: Callable[..., Any], step: Callable[..., Any], carry: Any) -> Any:
-        """Like `jax.lax.while_loop`."""
         while (live := self._is_live(test(carry))) is True:
             carry = step(carry)
         return carry if live is False else self._divided_while(test, step, carry)
@@ -394,11 +388,9 @@ class AtOnce(Traced):
         return carry
 
     def bounded_loop(self, test: Callable[..., Any], step: Callable[..., Any], carry: Any, *, max_iters: int) -> Any:
-        """Like `dflow.while_loop`."""
         return self.while_loop(test, step, carry)
 
     def switch(self, index: Any, branches: Sequence[Callable[..., Any]]) -> Any:
-        """Like `jax.lax.switch`."""
         return branches[int(index)]()
 
     def divided_switch(self, index: Any, branches: Sequence[Callable[..., Any]]) -> Any:
@@ -406,9 +398,7 @@ class AtOnce(Traced):
         return jax.lax.select_n(index, *[jnp.asarray(branch()) for branch in branches])
 
     def call(self, how: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function itself."""
         return fn
 
     def log(self, value: Any) -> None:
-        """Print a value now."""
         self.seen.append(np.asarray(value).tolist())

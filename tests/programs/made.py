@@ -43,7 +43,6 @@ def variables_of(program: Program) -> list[Variable]:
 
 
 def cells_of(program: Program) -> list[Cell]:
-    """New cells."""
     return [Cell(value) for value in initial_values(program)]
 
 
@@ -92,7 +91,6 @@ def cell_of_accumulator(program: Program) -> AccumulatorCell | None:
 
 
 def first_elements() -> list[tuple[Any, Any]]:
-    """Initial elements of each queue."""
     return [(np.int32(5 - 3 * n), np.array([n, 10 * n], np.int32)) for n in range(FULL)]
 
 
@@ -109,7 +107,6 @@ def contents(resource: HostResource) -> list[Any]:
 
 
 def contents_of_model(model: QueueModel | AccumulatorModel) -> list[Any]:
-    """Return the same of a model."""
     if isinstance(model, AccumulatorModel):
         return [model.step, len(model.gradients), model.dropped]
     return [plain(element) for element in model.elements]

@@ -6,6 +6,8 @@ argument to the result and the final values of the cells.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,23 +28,20 @@ class InexactError(Exception):
 
 
 class Cell:
-    """A variable."""
+    """A variable, with the methods that `_CHANGES` names too."""
 
     def __init__(self, value: Any) -> None:
         self.value = jnp.asarray(value)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the value."""
         return tuple(self.value.shape)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the value."""
         return self.value.dtype
 
     def read(self) -> Any:
-        """The value."""
         return self.value
 
     def gather(self, indices: Any) -> Any:
@@ -52,67 +51,34 @@ class Cell:
         inside = (indices >= -size) & (indices < size)
         return jnp.where(inside.reshape(inside.shape + (1,) * (rows.ndim - 1)), rows, jax.lax.stop_gradient(rows))
 
-    def assign(self, value: Any) -> None:
-        """Replace."""
-        self.value = value
+    def _assign(self, change: Callable[[Any, Any], Any], value: Any, reduce: str | None = None) -> None:
+        """Change the value; with `reduce`, by the sum over the batch."""
+        self.value = change(self.value, jax.lax.psum(value, _AXIS).astype(self.dtype) if reduce else value)
 
-    def assign_add(self, value: Any, reduce: str | None = None) -> None:
-        """Add; under a batch, the sum over it."""
-        self.value = self.value + (jax.lax.psum(value, _AXIS).astype(self.dtype) if reduce else value)
-
-    def assign_sub(self, value: Any) -> None:
-        """Subtract."""
-        self.value = self.value - value
-
-    def assign_mul(self, value: Any) -> None:
-        """Multiply."""
-        self.value = self.value * value
-
-    def assign_max(self, value: Any) -> None:
-        """Keep the larger."""
-        self.value = jnp.maximum(self.value, value)
-
-    def assign_min(self, value: Any) -> None:
-        """Keep the smaller."""
-        self.value = jnp.minimum(self.value, value)
-
-    def scatter_add(self, indices: Any, rows: Any, reduce: str | None = None) -> None:
-        """Add to rows."""
+    def _scatter(self, change: Callable[[Any, Any], Any], indices: Any, rows: Any, reduce: str | None = None) -> None:
+        """Change one row after the other; with `reduce`, by the rows of the whole batch."""
         if reduce:
             indices, rows = jax.lax.all_gather(indices, _AXIS), jax.lax.all_gather(rows, _AXIS)
-        flat = rows.reshape(-1, *self.shape[1:])
-        for index, row in zip(indices.reshape(-1), flat, strict=True):
-            self._row(index, lambda old, row=row: old + row)
-
-    def scatter_update(self, indices: Any, rows: Any) -> None:
-        """Replace rows."""
-        for index, row in zip(indices, rows, strict=True):
-            self._row(index, lambda old, row=row: row)
-
-    def scatter_sub(self, indices: Any, rows: Any) -> None:
-        """Subtract from rows."""
-        for index, row in zip(indices, rows, strict=True):
-            self._row(index, lambda old, row=row: old - row)
-
-    def scatter_mul(self, indices: Any, rows: Any) -> None:
-        """Multiply rows."""
-        for index, row in zip(indices, rows, strict=True):
-            self._row(index, lambda old, row=row: old * row)
-
-    def scatter_max(self, indices: Any, rows: Any) -> None:
-        """Keep the larger of rows."""
-        for index, row in zip(indices, rows, strict=True):
-            self._row(index, lambda old, row=row: jnp.maximum(old, row))
-
-    def scatter_min(self, indices: Any, rows: Any) -> None:
-        """Keep the smaller of rows."""
-        for index, row in zip(indices, rows, strict=True):
-            self._row(index, lambda old, row=row: jnp.minimum(old, row))
-
-    def _row(self, index: Any, change: Callable[[Any], Any]) -> None:
         size = self.shape[0]
-        here = (jnp.arange(size) == jnp.where(index < 0, index + size, index)).reshape(-1, *[1] * (len(self.shape) - 1))
-        self.value = jnp.where(here, jnp.broadcast_to(change(self.value), self.shape), self.value)
+        for index, row in zip(indices.reshape(-1), rows.reshape(-1, *self.shape[1:]), strict=True):
+            here = jnp.arange(size) == jnp.where(index < 0, index + size, index)
+            changed = jnp.broadcast_to(change(self.value, row), self.shape)
+            self.value = jnp.where(here.reshape(-1, *[1] * (len(self.shape) - 1)), changed, self.value)
+
+
+#: Updates by the ends of their methods' names.
+_CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+}
+for _name, _change in _CHANGES.items():
+    setattr(Cell, f"assign_{_name}", functools.partialmethod(Cell._assign, _change))
+    setattr(Cell, f"scatter_{_name}", functools.partialmethod(Cell._scatter, _change))
+for _name, _set in (("assign", Cell._assign), ("scatter_update", Cell._scatter)):
+    setattr(Cell, _name, functools.partialmethod(_set, lambda old, new: new))
 
 
 class QueueCell:
@@ -126,16 +92,13 @@ class QueueCell:
         self.model.enqueue([tuple(map(_number, element))])
 
     def enqueue_many(self, elements: Any) -> None:
-        """Enqueue elements."""
         for element in zip(*elements, strict=True):
             self.enqueue(element)
 
     def dequeue(self) -> Any:
-        """Dequeue an element."""
         return tuple(map(jnp.asarray, self.model.dequeue(1)[0]))
 
     def dequeue_many(self, count: int) -> Any:
-        """Dequeue elements."""
         return tuple(map(jnp.stack, zip(*self.model.dequeue(count), strict=True)))
 
     def dequeue_up_to(self, count: int) -> Any:
@@ -143,7 +106,6 @@ class QueueCell:
         return self.dequeue_many(count), jnp.int32(count)
 
     def size(self) -> Any:
-        """The number of elements."""
         return jnp.int32(len(self.model.elements))
 
 
@@ -159,25 +121,20 @@ class AccumulatorCell:
         return self.model.apply((_number(vector), _number(rows.indices), _number(rows.rows)), int(step))
 
     def take(self, count: int) -> tuple[Any, RowGradient]:
-        """Return the sum."""
         vector, indices, rows = self.model.take(count)
         return vector, RowGradient(indices, rows, (5, 1))
 
     def set_step(self, step: Any) -> None:
-        """Set the step."""
         self.model.step = int(step)
 
     @property
     def step(self) -> Any:
-        """The step."""
         return jnp.int32(self.model.step)
 
     def count(self) -> Any:
-        """Number of gradients in the accumulator."""
         return jnp.int32(len(self.model.gradients))
 
     def dropped(self) -> Any:
-        """Number of stale gradients."""
         return jnp.int32(self.model.dropped)
 
 

@@ -8,11 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 
 from dflow.tracing.derivatives.discharge import State, evaluate
-from dflow.tracing.errors import DflowError
 from dflow.tracing.jax_frontend import make_jaxpr
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.state.context import home
@@ -86,21 +84,6 @@ def test_every_traced_program_is_well_formed(case: Case) -> None:
     verify(case.graph)
 
 
-def test_interpret_leaves_the_state_it_was_given_alone() -> None:
-    graph = parse("graph(%w: ref<f32[]>, %x: f32[]) {\n !%1: token = var.assign_add(%w, %x)\n  return\n}")
-    state = {"w": np.float32(1)}
-    assert interpret(graph, [np.float32(2)], state) == ([], {"w": 3.0})
-    assert state == {"w": 1.0}
-
-
-def test_what_the_graph_was_not_given_is_named() -> None:
-    graph = parse("graph(%w: ref<f32[]>, %x: f32[]) {\n  return %x\n}")
-    with pytest.raises(DflowError, match="takes 1 inputs beside variables, and was given 2"):
-        interpret(graph, [1.0, 2.0], {"w": 0.0})
-    with pytest.raises(DflowError, match=r"the state has no value for w; it has \['v'\]"):
-        interpret(graph, [1.0], {"v": 0.0})
-
-
 CUT = (
     """
     graph(%x: f32[]) {
@@ -124,27 +107,6 @@ def test_graphs_that_were_cut_apart_run_as_the_values_arrive() -> None:
     outputs, state = interpret_parts([(worker, [2.0]), (server, [])], {"w": 40.0})
     assert outputs == [[42.0], []]
     assert state == {"w": 42.0}
-
-
-def test_a_read_waits_for_the_write_before_it_that_waits_for_a_value() -> None:
-    server = parse("""
-    graph(%w: ref<f32[]>) {
-     !%1: f32[] = net.recv() {edge="there", source="/job:worker/task:0", types=(f32[],)}
-     !%2: token = var.assign(%w, %1)
-     !%3: f32[] = var.read(%w)
-      return %3
-    }""")
-    worker = parse("""
-    graph(%x: f32[]) {
-     !%1: token = net.send(%x) {destination="/job:ps/task:0", edge="there"}
-      return
-    }""")
-    assert interpret_parts([(server, []), (worker, [2.0])], {"w": 1.0}) == ([[2.0], []], {"w": 2.0})
-
-
-def test_a_value_that_nobody_sends_is_named() -> None:
-    with pytest.raises(DflowError, match=r"stops with 4 nodes to run, the first %1 \(net.recv\)(.|\n)*edge 'there'"):
-        interpret(parse(CUT[1]), [], {"w": 0.0})
 
 
 ORDERED = """

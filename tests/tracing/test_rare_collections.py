@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax.numpy as jnp
-import optax
 import pytest
 
 import dflow
@@ -70,17 +69,4 @@ def test_a_first_call_collects_rarely_and_later_calls_as_before() -> None:
 
     step(jnp.float32(2))
     assert seen[0] == YOUNG_OBJECTS
-    assert gc.get_threshold() == USUAL
-
-
-def test_the_slots_of_an_optimizer_are_made_with_few_collections() -> None:
-    seen = []
-
-    def init(params: Any) -> Any:
-        seen.append(gc.get_threshold()[0])
-        return optax.sgd(0.1).init(params)
-
-    transformation = optax.GradientTransformation(init, optax.sgd(0.1).update)
-    dflow.Optimizer(transformation, [dflow.Variable(1.0, name="w")])
-    assert set(seen) == {YOUNG_OBJECTS}
     assert gc.get_threshold() == USUAL

@@ -46,8 +46,7 @@ from dflow.tracing.rows.lookups import (
     Lookups,
     Site,
     Table,
-    sites_inside,
-    sites_of,
+    sites_in,
 )
 from dflow.tracing.rows.scaled_rows import ScaledRows, as_array
 
@@ -160,7 +159,7 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
     """Run one equation on values. Raises DflowError for a primitive that cannot hold state."""
     has_table = any(isinstance(operand, Table) for operand in operands)
     if state.lookups.tables and equation.primitive.name in BODIES:
-        sites = sites_inside(equation, operands, state.lookups.tables)
+        sites = sites_in(equation, operands, state.lookups.tables)
         if sites or has_table:
             return state.lookups.inside(sites, lambda state, found: run_bodies(equation, operands, state, found), state)
     if has_table and equation.primitive.name not in CALLS:
@@ -198,14 +197,6 @@ def run_bodies(
     return list(results), positions
 
 
-def _read(equation: Equation, operands: list[Any], state: State) -> list[Any]:
-    return [state.read(equation.params["handle"].variable)]
-
-
-def _gather(equation: Equation, operands: list[Any], state: State) -> list[Any]:
-    return [state.rows(equation.params["handle"].variable, operands[0], equation.params["once"])]
-
-
 def _update(equation: Equation, operands: list[Any], state: State) -> list[Any]:
     variable, kind = equation.params["handle"].variable, equation.params["kind"]
     # Of a variable that is only assigned there is no old value.
@@ -218,11 +209,6 @@ def _check_ids(equation: Equation, operands: list[Any], state: State) -> list[An
     check = IdCheck.of(equation)
     state[check] = check.worst(operands[0], state[check])
     return operands
-
-
-def _use_resource(equation: Equation, operands: list[Any], state: State) -> list[Any]:
-    # An element that is taken out of a queue carries no gradient to the value that was put in.
-    return list(host_p.bind(*map(jax.lax.stop_gradient, operands), **equation.params))
 
 
 def _call(key: str) -> _Rule:
@@ -283,7 +269,7 @@ def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written:
     index, *rest = operands
     arrays, all_of = without_tables(rest)
     bodies = [_body(branch, state, written) for branch in params["branches"]]
-    by_branch = [sites_of(closed_parts(branch)[0], rest, state.lookups.tables) for branch in params["branches"]]
+    by_branch = [sites_in(closed_parts(branch)[0], rest, state.lookups.tables) for branch in params["branches"]]
     ends, sites = [0, *itertools.accumulate(map(len, by_branch))], [*itertools.chain(*by_branch)]
 
     def run(number: int) -> Callable[..., Any]:
@@ -464,10 +450,15 @@ _LOOKING: Mapping[str, Callable[[Mapping[str, Any], list[Any], State, list[Any],
     "checkpoint": _remat,
 }
 _RULES: Mapping[str, _Rule] = {
-    read_p.name: _read,
-    gather_p.name: _gather,
+    read_p.name: lambda equation, _, state: [state.read(equation.params["handle"].variable)],
+    gather_p.name: lambda equation, operands, state: [
+        state.rows(equation.params["handle"].variable, operands[0], equation.params["once"])
+    ],
     update_p.name: _update,
-    host_p.name: _use_resource,
+    # An element that is taken out of a queue carries no gradient to the value that was put in.
+    host_p.name: lambda equation, operands, _: list(
+        host_p.bind(*map(jax.lax.stop_gradient, operands), **equation.params)
+    ),
     check_ids_p.name: _check_ids,
     **{name: _call(key) for name, key in CALLS.items()},
     **dict.fromkeys(_LOOKING, lambda equation, operands, state: run_bodies(equation, operands, state, ())[0]),

@@ -6,6 +6,7 @@ step. So the array has room for the most rows that there can be, and the number 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ def _transpose(cotangent: Any, value: Any, count: Any, *, fill: int) -> list[Any
 
 
 def _batched(args: Any, dims: Any, *, fill: int) -> tuple[Any, int]:
-    return jax.vmap(lambda value, count: _filled(value, count, fill=fill), in_axes=tuple(dims))(*args), 0
+    return jax.vmap(partial(_filled, fill=fill), in_axes=tuple(dims))(*args), 0
 
 
 first_rows_p: Any = jex.Primitive("first_rows")

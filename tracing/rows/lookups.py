@@ -180,23 +180,12 @@ def _tables_inside(inner: Sequence[Any], outer: Sequence[Any], tables: Mapping[A
     return {var: tables[atom] for var, atom in given if not is_literal(atom) and atom in tables}
 
 
-def sites_inside(equation: Equation, operands: Sequence[Any], tables: Collection[Any]) -> list[Site]:
-    """The lookups in the bodies of an equation, in the order of the program; some operands are `Table`s."""
-    search = Search()
-    search.look(equation, _read(equation.invars, operands))
+def sites_in(part: Equation | Jaxpr, operands: Sequence[Any], tables: Collection[Any]) -> list[Site]:
+    """The lookups of a program, or in the bodies of an equation, in the order it runs; some operands are `Table`s."""
+    search, given = Search(), zip(part.invars, operands, strict=True)
+    read = {atom: operand.variable for atom, operand in given if isinstance(operand, Table)}
+    (search.walk if hasattr(part, "eqns") else search.look)(part, read)
     return [site for site in search.sites if site.variable in tables]
-
-
-def sites_of(jaxpr: Jaxpr, operands: Sequence[Any], tables: Collection[Any]) -> list[Site]:
-    """The lookups of a program, as `sites_inside`."""
-    search = Search()
-    search.walk(jaxpr, _read(jaxpr.invars, operands))
-    return [site for site in search.sites if site.variable in tables]
-
-
-def _read(atoms: Sequence[Any], operands: Sequence[Any]) -> dict[Any, Any]:
-    given = zip(atoms, operands, strict=True)
-    return {atom: operand.variable for atom, operand in given if isinstance(operand, Table)}
 
 
 def is_row_gather(equation: Equation) -> bool:

@@ -10,7 +10,7 @@ infinite or NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
@@ -40,10 +40,6 @@ class Fill:
     def is_known(self) -> bool:
         """Whether the number is known when the program is traced."""
         return not isinstance(self.value, jax.core.Tracer)
-
-    def equals(self, number: float) -> bool:
-        """Whether it is known to be `number`."""
-        return self.is_known and bool(np.asarray(self.value) == number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +87,8 @@ class Index:
     count: int
     is_unique: bool = False
     is_packed: bool = False
+    #: The rows of rests at these positions, by the identity of the rest and the type of the array that holds it.
+    memo: dict[tuple[int, Any, Any], tuple[Rest, Any]] = field(default_factory=dict)
 
     @cached_property
     def unique(self) -> Index:
@@ -107,11 +105,6 @@ class Index:
         if rows.dtype == bool:
             return jnp.zeros_like(rows).at[self._representatives].max(rows)
         return summed_at(self._representatives, rows, self.positions.size)
-
-    @cached_property
-    def memo(self) -> dict[tuple[int, Any, Any], tuple[Rest, Any]]:
-        """The rows of rests at these positions, by the identity of the rest and the type of the array that holds it."""
-        return {}
 
     def is_there(self, ndim: int) -> Any:
         """Whether there is a row at each position, in a shape that broadcasts with rows of `ndim` dimensions."""
@@ -268,9 +261,14 @@ def computed_now(equation: Equation, numbers: Sequence[Any]) -> list[Any]:
         return [np.asarray(result)[()] for result in results]
 
 
+def is_number(rest: Any, number: float) -> bool:
+    """Whether every element is known to be `number`."""
+    return isinstance(rest, Fill) and rest.is_known and bool(np.asarray(rest.value) == number)
+
+
 def is_zero(rest: Any) -> bool:
     """Whether every element is known to be zero."""
-    return isinstance(rest, Fill) and rest.equals(0)
+    return is_number(rest, 0)
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -278,10 +276,6 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Fill) and isinstance(other, Fill):
         return one.is_known and other.is_known and bool(np.asarray(one.value) == np.asarray(other.value))
     return one is other or (isinstance(one, Stored) and one == other)
-
-
-def _is_one(rest: Any) -> bool:
-    return isinstance(rest, Fill) and rest.equals(1)
 
 
 def _add(equation: Equation, rests: Sequence[Any]) -> Rest | None:
@@ -293,15 +287,11 @@ def _mul(equation: Equation, rests: Sequence[Any]) -> Rest | None:
     one, other = rests
     if is_zero(one) or is_zero(other):
         return Fill(np.zeros((), equation.outvars[0].aval.dtype)[()])
-    return other if _is_one(one) else one if _is_one(other) else None
+    return other if is_number(one, 1) else one if is_number(other, 1) else None
 
 
 def _div(equation: Equation, rests: Sequence[Any]) -> Rest | None:
-    return rests[0] if (is_zero(rests[0]) and not is_zero(rests[1])) or _is_one(rests[1]) else None
-
-
-def _and(equation: Equation, rests: Sequence[Any]) -> Rest | None:
-    return next(filter(is_zero, rests), None)
+    return rests[0] if (is_zero(rests[0]) and not is_zero(rests[1])) or is_number(rests[1], 1) else None
 
 
 def _select(equation: Equation, rests: Sequence[Any]) -> Rest | None:
@@ -331,7 +321,7 @@ _SIMPLE: dict[str, Callable[[Equation, Sequence[Any]], Rest | None]] = {
     "sub": lambda equation, rests: rests[0] if is_zero(rests[1]) else None,
     "mul": _mul,
     "div": _div,
-    "and": _and,
+    "and": lambda equation, rests: next(filter(is_zero, rests), None),
     "select_n": _select,
     "convert_element_type": _convert,
     "copy": lambda equation, rests: rests[0],

@@ -64,10 +64,10 @@ def register_as_array(cls: type[Any]) -> None:
     for word in ("eq", "ne"):
         setattr(cls, f"__{word}__", _comparison(getattr(operator, word)))
     for word in _SYMBOLS:
-        setattr(cls, f"__r{word}__", _reflected(getattr(operator, f"__{word}__")))
+        setattr(cls, f"__r{word}__", _operator(getattr(operator, f"__{word}__"), is_reflected=True))
         setattr(cls, f"__i{word}__", _refused_in_place(word))
     for word, convert in _CONVERSIONS.items():
-        setattr(cls, f"__{word}__", _converted(convert))
+        setattr(cls, f"__{word}__", lambda variable, convert=convert: convert(variable.read()))
     own = set(dir(object)) | vars(cls).keys() | {"__slots__", "__weakref__"}
     for name in {*dir(jax.Array), *array_attributes(), *_UNDECLARED} - own - OF_BUFFERS.keys():
         setattr(cls, name, _of_value(name))
@@ -76,27 +76,14 @@ def register_as_array(cls: type[Any]) -> None:
     register_missing(["read", *of_variables], _refuse_on_array)
 
 
-def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+def _operator(function: Callable[..., Any], is_reflected: bool = False) -> Callable[..., Any]:
+    order = slice(None, None, -1 if is_reflected else 1)
+
     def applied(variable: Any, *others: Any) -> Any:
         try:
-            return function(variable.read(), *map(_operand, others))
+            return function(*(variable.read(), *map(_operand, others))[order])
         except (TypeError, ValueError) as error:
-            note_operands(error, (variable, _operand(others[0])) if others else None)
-            raise
-
-    return applied
-
-
-def _converted(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda variable: convert(variable.read())
-
-
-def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def applied(variable: Any, other: Any) -> Any:
-        try:
-            return function(_operand(other), variable.read())
-        except (TypeError, ValueError) as error:
-            note_operands(error, (_operand(other), variable))
+            note_operands(error, (variable, _operand(others[0]))[order] if others else None)
             raise
 
     return applied

@@ -32,7 +32,12 @@ def wire(tree: Any, codec: str, *, gradient: str | None = None) -> Any:
         if said is not None:
             check_codec("wire", said)
     back = codec if gradient is None else gradient
-    return jax.tree_util.tree_map(lambda leaf: _wired(leaf, codec, back), tree, is_leaf=is_variable)
+
+    def wired(leaf: Any) -> Any:
+        value = leaf.read() if is_variable(leaf) else given_array(leaf, _no_array)
+        return wire_p.bind(value, codec=codec, gradient=back)
+
+    return jax.tree_util.tree_map(wired, tree, is_leaf=is_variable)
 
 
 def check_codec(what: str, codec: object) -> None:
@@ -42,11 +47,6 @@ def check_codec(what: str, codec: object) -> None:
             f"{what} was given the codec {codec!r}",
             did_you_mean(str(codec), CODECS, f"the codecs are {', '.join(CODECS)}"),
         )
-
-
-def _wired(leaf: Any, codec: str, gradient: str) -> Any:
-    value = leaf.read() if is_variable(leaf) else given_array(leaf, _no_array)
-    return wire_p.bind(value, codec=codec, gradient=gradient)
 
 
 def _no_array(what: str) -> GraphTypeError:

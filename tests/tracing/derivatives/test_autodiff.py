@@ -12,7 +12,7 @@ import pytest
 from dflow.tracing.derivatives.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.errors import GraphTypeError, LostWriteError, VariableError
 from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.state.resources import Variable, name
+from dflow.tracing.state.resources import Variable
 from dflow.tracing.state.variable_trees import trainable_variables
 from tests.graphs_ import a_home
 from tests.reference.interpret import interpret
@@ -84,21 +84,6 @@ def test_a_write_carries_its_gradient_to_a_later_read(w: Variable) -> None:
     np.testing.assert_array_equal(w.read(), W * X)
 
 
-def test_second_order_by_nesting(w: Variable, count: Variable) -> None:
-    def inner(x: Any) -> Any:
-        count.assign_add(jnp.ones(()))
-        return (w.read() ** 3 * x).sum()
-
-    def outer(x: Any) -> Any:
-        return (grad(inner, w)(x) ** 2).sum()
-
-    def pure(v: Any) -> Any:
-        return (jax.grad(lambda u: (u**3 * X).sum())(v) ** 2).sum()
-
-    np.testing.assert_allclose(grad(outer, w)(X), jax.grad(pure)(W), rtol=1e-5)
-    assert count.read() == 1
-
-
 def test_plain_grad_over_a_dependent_write_raises(w: Variable, count: Variable) -> None:
     def direct(x: Any) -> Any:
         w.assign(x * 2)
@@ -122,15 +107,6 @@ def test_plain_grad_lets_other_writes_be(w: Variable, count: Variable) -> None:
     gradient = jax.grad(fn)(X)
     np.testing.assert_array_equal(gradient, X * 2)
     assert count.read() == 1
-
-
-def test_gradients_are_named_after_their_variables(w: Variable) -> None:
-    graph = trace(lambda x: grad(lambda: loss(w.read(), x), w)(), (X,), {}).graph
-    assert [output.name for output in graph.outputs if not hasattr(output, "value")] == ["grad/w"]
-
-
-def test_a_named_value_is_differentiated(w: Variable) -> None:
-    np.testing.assert_array_equal(grad(lambda x: (name(w.read(), "here") * x).sum(), w)(X), X)
 
 
 def test_arguments_and_results_without_a_gradient_are_refused(w: Variable, count: Variable) -> None:
@@ -230,11 +206,6 @@ def test_hvp_and_jvp_of_lookups_are_dense(w: Variable) -> None:
     np.testing.assert_allclose(product, jax.hessian(lambda v: (v[indices] ** 3).sum())(W) @ X, rtol=1e-6)
     _, tangent = jvp(lambda: w[indices], variables=w, directions=X)
     np.testing.assert_array_equal(tangent, X[indices])
-
-
-def test_stop_gradient_stops_at_a_variable(w: Variable) -> None:
-    gradient = grad(lambda x: (jax.lax.stop_gradient(w.read()) * w.read() * x).sum(), w)(X)
-    np.testing.assert_allclose(gradient, W * X)
 
 
 def test_a_variable_may_change_its_own_gradient() -> None:

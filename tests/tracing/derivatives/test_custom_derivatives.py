@@ -97,31 +97,6 @@ def test_a_later_read_of_what_it_wrote_has_its_ordinary_derivative(make: Any, co
     np.testing.assert_allclose(gradient, want, rtol=1e-6)
 
 
-def in_scan(fn: Callable[..., Any], x: Any) -> Any:
-    return jax.lax.scan(lambda carry, _: (fn(carry), None), x, None, length=3)[0].sum()
-
-
-def in_cond(fn: Callable[..., Any], x: Any) -> Any:
-    return jax.lax.cond(x.sum() > 0, fn, lambda y: y, x).sum() + jax.lax.cond(x.sum() < 0, fn, lambda y: y, x).sum()
-
-
-def in_remat(fn: Callable[..., Any], x: Any) -> Any:
-    return jax.checkpoint(lambda y: fn(jnp.cos(y)))(x).sum()
-
-
-def in_jit(fn: Callable[..., Any], x: Any) -> Any:
-    return jax.jit(lambda y: fn(y) * fn(y + 1))(x).sum()
-
-
-@KINDS
-@pytest.mark.parametrize(("within", "calls"), [(in_scan, 3), (in_cond, 1), (in_remat, 1), (in_jit, 2)])
-def test_inside_control_flow_the_rule_is_kept(within: Any, calls: int, make: Any, state: State) -> None:
-    fn = make(state)
-    gradient = dflow.jit(dflow.grad(lambda x: within(lambda y: fn(y)[0], x)))(X)
-    np.testing.assert_allclose(gradient, jax.grad(lambda x: within(plain, x))(X), rtol=1e-5)
-    assert state.calls.read() == calls
-
-
 @KINDS
 def test_a_variable_that_the_rule_says_nothing_of_is_refused(make: Any, state: State) -> None:
     fn = make(state)
@@ -189,16 +164,6 @@ def test_integer_arguments_and_arguments_without_a_derivative(state: State) -> N
     assert dflow.grad(lambda x: fn(x, 2, 1.0))(2.0) == 3.0
     assert dflow.grad(lambda y: fn(1.0, 2, y))(2.0) == 5.0
     assert state.calls.read() == 4
-
-
-def test_second_order(state: State) -> None:
-    @jax.custom_jvp
-    def cube(x: Any) -> Any:
-        state.calls.assign_add(1)
-        return x**3
-
-    cube.defjvps(lambda dx, y, x: 5.0 * x * dx)
-    assert dflow.grad(dflow.grad(cube))(2.0) == 5.0
 
 
 def with_rule(way: str, body: Callable[[Any], Any]) -> Any:

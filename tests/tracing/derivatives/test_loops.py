@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.tracing.errors import DflowError, GraphTypeError
+from dflow.tracing.errors import GraphTypeError
 
 
 def body(carry: Any) -> Any:
@@ -50,27 +49,6 @@ def test_it_is_jaxs_loop_forward_and_the_unrolled_loop_backward(turns: int, max_
     np.testing.assert_allclose(gradient, jax.grad(lambda x: unrolled(run, x)["x"].sum())(X), rtol=1e-4)
 
 
-@pytest.mark.parametrize("a", [0.3, 2.0, 900.0])
-def test_the_number_of_turns_may_depend_on_the_data(a: float) -> None:
-    def root(a: Any) -> Any:
-        return dflow.while_loop(lambda y: jnp.abs(y * y - a) > 1e-5 * a, lambda y: (y + a / y) / 2, a, max_iters=64)
-
-    value, gradient = dflow.jit(dflow.value_and_grad(root))(jnp.float32(a))
-    np.testing.assert_allclose(value, math.sqrt(a), rtol=1e-5)
-    np.testing.assert_allclose(gradient, 0.5 / math.sqrt(a), rtol=1e-2)
-
-
-def test_second_order_and_forward_mode() -> None:
-    def loop(x: Any) -> Any:
-        return dflow.while_loop(lambda c: c["turn"] < 3, body, start(x), max_iters=5)["x"].sum()
-
-    def plain(x: Any) -> Any:
-        return unrolled(3, x)["x"].sum()
-
-    np.testing.assert_allclose(jax.hessian(loop)(X), jax.hessian(plain)(X), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(jax.jvp(loop, (X,), (X,))[1], jax.jvp(plain, (X,), (X,))[1], rtol=1e-5)
-
-
 def test_each_element_of_a_batch_stops_by_itself() -> None:
     def loop(x: Any, turns: Any) -> Any:
         return dflow.while_loop(lambda c: c["turn"] < turns, body, start(x), max_iters=9)["x"].sum()
@@ -79,25 +57,6 @@ def test_each_element_of_a_batch_stops_by_itself() -> None:
     got = jax.vmap(jax.grad(loop), in_axes=(None, 0))(X, turns)
     want = [jax.grad(lambda x, n=n: unrolled(int(n), x)["x"].sum())(X) for n in turns]
     np.testing.assert_allclose(got, jnp.stack(want), rtol=1e-4)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_variables_are_read_and_written_in_it(compiled: bool) -> None:
-    limit, turns, total = (dflow.Variable(value, name=name) for value, name in ((9.0, "l"), (0, "n"), (0.0, "t")))
-
-    def loss(x: Any) -> Any:
-        def step(y: Any) -> Any:
-            turns.assign_add(1)
-            total.assign_add(y * y)
-            return y * x
-
-        return dflow.while_loop(lambda y: y < limit.read(), step, x, max_iters=20) + total.read()
-
-    both = dflow.value_and_grad(loss, total, argnums=0)
-    value, (by_total, by_x) = (dflow.jit(both) if compiled else both)(jnp.float32(2.0))
-    assert (value, turns.read(), total.read()) == (16.0 + 4 + 16 + 64, 3, 84.0)
-    assert by_total == 1.0
-    np.testing.assert_allclose(by_x, 4 * 8 + 2 * 2 + 4 * 8 + 6 * 32, rtol=1e-6)
 
 
 def saved_bytes(max_iters: int) -> int:
@@ -116,14 +75,3 @@ def test_the_memory_grows_with_the_square_root_of_the_bound() -> None:
 def test_a_bound_that_is_none_is_refused(bound: Any) -> None:
     with pytest.raises(GraphTypeError, match=rf"given max_iters={bound}, not a positive integer\n  at .*test_loops.py"):
         dflow.while_loop(lambda x: x < 1, lambda x: x + 1, 0, max_iters=bound)
-
-
-def test_the_condition_may_not_write() -> None:
-    v = dflow.Variable(0.0, name="v")
-
-    def cond(x: Any) -> Any:
-        v.assign_add(1.0)
-        return x < 1
-
-    with pytest.raises(DflowError, match=r"the condition of a while_loop writes variables \(v\)(.|\n)*in its body"):
-        dflow.jit(lambda x: dflow.while_loop(cond, lambda x: x + 1, x, max_iters=3))(0)

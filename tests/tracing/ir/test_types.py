@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from dflow.tracing.errors import GraphTypeError, InternalError, ParseError
-from dflow.tracing.ir.effects import Effect, commute
 from dflow.tracing.ir.explicit_sharding import explicit_sharding
 from dflow.tracing.ir.op import OPS, op
 from dflow.tracing.ir.types import DTYPES, ArrayType, RefType, array_type_of, dtype_name, parse_dtype, parse_type
@@ -138,11 +137,6 @@ def test_an_ops_line_is_where_the_user_wrote_it() -> None:
     node = trace(step, (1.0,), {}).graph.nodes[0]
     assert node.loc is not None
     assert node.loc.line - step.__code__.co_firstlineno in (1, 2)
-
-
-def test_only_reads_commute() -> None:
-    pairs = {(one, other) for one in Effect for other in Effect if commute(one, other)}
-    assert pairs == {(Effect.READ, Effect.READ)}
 
 
 def test_an_op_is_declared_once() -> None:

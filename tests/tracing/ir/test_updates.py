@@ -207,20 +207,6 @@ def test_an_unknown_reduction_is_refused(table: Variable) -> None:
 # Under vmap.
 
 
-def test_a_lookup_is_batched_and_a_read_is_shared(table: Variable) -> None:
-    indices = jnp.array([[0, 4], [2, 9]])
-    rows, whole = jax.vmap(lambda i: (table.gather(i), table.read() * i[0]), in_axes=1)(indices.T)
-    np.testing.assert_array_equal(rows, jnp.asarray(TABLE)[indices])
-    np.testing.assert_array_equal(whole, jnp.stack([TABLE * 0, TABLE * 2]))
-
-
-def test_deltas_are_summed_over_each_batch_when_asked(table: Variable) -> None:
-    deltas = jnp.arange(60, dtype=jnp.float32).reshape(5, 2, 3, 2)
-    add = jax.vmap(lambda delta: table.assign_add(delta, reduce="sum"), in_axes=2)
-    dflow.jit(jax.vmap(add, in_axes=2))(deltas)
-    np.testing.assert_array_equal(table.read(), TABLE + deltas.sum((2, 3)))
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_compiled_function_may_be_batched_from_outside(depth: int, table: Variable) -> None:
     other = Variable(jnp.float32(1), name="other")
@@ -282,27 +268,3 @@ def test_a_branch_that_the_batch_does_not_agree_on_may_not_write(table: Variable
             jax.vmap(fn)(jnp.arange(3.0))
     dflow.jit(lambda flag: jax.vmap(lambda x: (branching(flag), x)[1])(jnp.arange(3.0)))(jnp.float32(1))
     np.testing.assert_array_equal(table.read(), TABLE + ROWS)
-
-
-def test_a_branch_may_sum_one_variable_over_the_batch_and_add_to_another(table: Variable) -> None:
-    other = dflow.Variable(TABLE, name="other")
-
-    def branching(x: Any, flag: Any) -> None:
-        jax.lax.cond(flag, lambda: table.assign_add(x, reduce="sum"), lambda: other.assign_add(ROWS))
-
-    for flag in (True, False):
-        dflow.jit(jax.vmap(branching, in_axes=(0, None)))(jnp.stack([ROWS, ROWS]), flag)
-    np.testing.assert_array_equal(table.read(), TABLE + 2 * ROWS)
-    np.testing.assert_array_equal(other.read(), TABLE + ROWS)
-
-
-def test_reads_in_a_loop_that_each_element_leaves_by_itself_are_fine(table: Variable) -> None:
-    def loops(limit: Any, x: Any) -> Any:
-        return jax.lax.while_loop(lambda c: c[0] < limit()[1], lambda c: c + limit(), x)
-
-    start = np.arange(12, dtype=np.float32).reshape(2, 3, 2) - 6
-    batched = jax.vmap(jax.vmap(lambda x: loops(lambda: table.read()[1], x)))
-    want = jax.vmap(jax.vmap(lambda x: loops(lambda: TABLE[1], x)))(start)
-    traced = trace(batched, (start,), {})
-    np.testing.assert_array_equal(dflow.jit(batched)(start), want)
-    np.testing.assert_array_equal(interpret(traced.graph, [*traced.constants, start], {"table": TABLE})[0][0], want)

@@ -68,13 +68,6 @@ def test_lines_inside_a_scan_body_are_the_users() -> None:
     assert f"jax.add(%a, %b)  # test_from_jaxpr.py:{marked}" in text(graph)
 
 
-def test_closed_over_arrays_are_inputs_with_their_values_beside() -> None:
-    table = jnp.arange(3.0)
-    traced = trace(lambda x: x + table, (X,), {})
-    assert [value.name for value in traced.graph.inputs] == ["const_0", "x"]
-    np.testing.assert_array_equal(traced.constants[0], table)
-
-
 def test_arguments_are_named_by_parameter_and_path() -> None:
     traced = trace(lambda params, *rest, scale: params["a"][0] * scale + rest[0], ({"a": [X]}, X), {"scale": 2.0})
     assert [value.name for value in traced.graph.inputs] == ["params/a/0", "arg_1", "scale"]

@@ -98,16 +98,6 @@ def test_a_program_that_runs_again_is_silent(place: Place) -> None:
         held["step"]()
 
 
-def test_names_of_their_own_and_names_made_up_are_silent(place: Place) -> None:
-    with place[0]():
-        trees = [model("online/"), model("target/")]
-        opts = [dflow.Optimizer(optax.adam(0.1), tree) for tree in trees]
-    for tree, opt in zip(trees, opts, strict=True):
-        opt.apply(dflow.read(tree))
-    for _ in range(2):
-        dflow.Variable(0.0).assign(1.0)
-
-
 def test_a_variable_whose_container_was_reset_is_no_namesake(place: Place) -> None:
     kept = []
     for _ in range(2):
@@ -117,38 +107,12 @@ def test_a_variable_whose_container_was_reset_is_no_namesake(place: Place) -> No
         dflow.reset_container("run")
 
 
-def test_optimizers_of_one_name_are_warned_of_and_others_are_not(place: Place) -> None:
-    with place[0]():
-        w = dflow.Variable(jnp.ones(2), name="w")
-    kept = [dflow.Optimizer(optax.sgd(0.1, momentum=0.9), w, name="sgd") for _ in range(2)]
-    with pytest.warns(dflow.DuplicateNameWarning, match=r"variable 'sgd/0/trace/w': expected an unused name"):
-        kept[0].apply(jnp.ones(2))
-
-
-def test_two_workers_of_one_process_each_have_a_handle() -> None:
-    with memory_cluster(ps=1, workers=2) as memory, closing(memory.worker(0)) as one, closing(memory.worker(1)) as two:
-        kept = []
-        for worker in (one, two):
-            with worker.parameter_servers():
-                kept.append(dflow.Variable(0.0, name="w"))
-        kept[0].assign(2.0)
-        assert float(kept[1]) == 2.0
-
-
 def test_queues_of_one_name_are_warned_of(place: Place) -> None:
     with place[0]():
         first, second = [dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.float32), name="q") for _ in range(2)]
     with pytest.warns(dflow.DuplicateNameWarning, match=r"queue 'q': expected an unused name, got that of one in use"):
         first.enqueue(1.0)
     second.close()
-
-
-def test_a_model_restored_beside_the_one_that_was_saved_is_silent(tmp_path: Path) -> None:
-    trained = model()
-    dflow.save(tmp_path / "saved", trained)
-    fresh = model()
-    dflow.restore(tmp_path / "saved", fresh)
-    np.testing.assert_array_equal(trained["w"].read(), fresh["w"].read())
 
 
 def test_a_loaded_model_is_silent_whatever_is_made_after_it(tmp_path: Path) -> None:

@@ -73,24 +73,6 @@ def test_any_other_use_makes_it_dense(use: str, table: Variable) -> None:
     assert float(gradient.sum()) != 0.0
 
 
-def test_one_of_two_tables_may_be_dense(table: Variable) -> None:
-    other = dflow.Variable(TABLE, name="other")
-    grads = dflow.grad(lambda i: (table[i] * other[i]).sum() + other.read().sum(), [table, other], rows=True)(INDICES)
-    assert [type(gradient).__name__ for gradient in grads] == ["RowGradient", "ArrayImpl"]
-
-
-def test_second_order_through_lookups(table: Variable) -> None:
-    def inner(i: Any) -> Any:
-        return (table[i] ** 3).sum()
-
-    def outer(i: Any) -> Any:
-        return (dflow.grad(inner, table, rows=True)(i).rows ** 2).sum()
-
-    gradient = dflow.jit(dflow.grad(outer, table, rows=True))(INDICES[:2])
-    assert isinstance(gradient, RowGradient)
-    np.testing.assert_allclose(gradient.dense(), jax.grad(lambda t: ((3 * t[INDICES[:2]] ** 2) ** 2).sum())(TABLE))
-
-
 def test_second_order_through_the_whole_gradient(table: Variable) -> None:
     def outer(i: Any) -> Any:
         return (dflow.grad(lambda: jnp.sum(table[i] ** 3), table)() ** 2).sum()

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import dflow
-from dflow.testing import memory_cluster
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.state.resources import Variable
 from tests.tracing.rows.lookup_table import IDS, SCALE, SHAPE, TABLE, grown, loss_of
@@ -149,26 +148,6 @@ def test_row_gradients_that_were_asked_for_are_applied_as_rows(name: str, table:
     assert (grown(lambda: optimizer.apply([gradient])) == []) == (name in BY_ROWS)
 
 
-def test_steps_in_a_loop_update_rows(table: Variable) -> None:
-    optimizer = dflow.Optimizer(optax.adagrad(0.1), [table])
-
-    def one(carry: Any, ids: Any) -> tuple[Any, Any]:
-        value, gradients = dflow.value_and_grad(lambda: loss_of(table, ids), [table])()
-        optimizer.apply(gradients)
-        return carry, value
-
-    train = dflow.jit(lambda batches: jax.lax.scan(one, 0, batches)[1])
-    batches = jnp.array([[3, 3], [4, 1], [3, 1]])
-    assert "rows_to_dense" not in str(dflow.graph(train, batches))
-    train(batches)
-    values, transformation = TABLE, optax.adagrad(0.1)
-    state = transformation.init(values)
-    for ids in batches:
-        updates, state = transformation.update(jax.grad(loss_of)(values, ids), state)
-        values += updates
-    np.testing.assert_allclose(table.read(), values, rtol=1e-5)
-
-
 LAZY = {
     "adam": optax.adam(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
@@ -206,25 +185,3 @@ def test_lazy_rows_are_left_as_they_are(name: str, as_rows: bool, table: Variabl
     np.testing.assert_allclose(table.read(), values[0], rtol=1e-5)
     for got, wanted in zip(jax.tree.leaves(dflow.read(optimizer.slots)), jax.tree.leaves(state), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
-
-
-def test_over_a_cluster_rows_travel() -> None:
-    transformation = BY_ROWS["clipped adagrad"]
-    with memory_cluster(ps=1, workers=1) as cluster:
-        worker = cluster.worker()
-        with worker.parameter_servers():
-            table = dflow.Variable(lambda: jnp.ones((1000, 2)), name="table")
-            optimizer = dflow.Optimizer(transformation, [table], name="opt")
-
-        @dflow.jit
-        def step(i: Any) -> None:
-            optimizer.apply(dflow.grad(lambda: loss_of(table, i), [table])())
-
-        step(jnp.array([1, 2, 2]))
-        sent = cluster.tasks["ps:0"].server.traffic() + worker.traffic()
-        assert max(edge.size_bytes for edge in sent) == 24
-        values = [jnp.ones((1000, 2))]
-        gradients = [jax.grad(loss_of)(values[0], jnp.array([1, 2, 2]))]
-        updates, _ = transformation.update(gradients, transformation.init(values), values)
-        np.testing.assert_allclose(table.read(), values[0] + updates[0], rtol=1e-5)
-        worker.close()

@@ -16,25 +16,6 @@ from dflow.tracing.state.resources import Variable
 from tests.tracing.rows.lookup_table import IDS, SHAPE, TABLE, loss_of
 
 
-def test_a_value_that_is_needed_after_its_variable_was_written_is_of_before(table: Variable) -> None:
-    slot = dflow.Variable(TABLE + 1, name="slot")
-
-    @dflow.jit
-    def step(ids: Any) -> Any:
-        g = dflow.grad(lambda: loss_of(table, ids), table)()
-        before = slot.read()
-        both = before + g
-        slot.assign(before + g * g)
-        table.assign_add(g)
-        return both, before, slot.read()
-
-    both, before, after = step(IDS)
-    g = jax.grad(loss_of)(TABLE, IDS)
-    np.testing.assert_allclose(both, TABLE + 1 + g, rtol=1e-5)
-    np.testing.assert_array_equal(before, TABLE + 1)
-    np.testing.assert_allclose(after, TABLE + 1 + g * g, rtol=1e-5)
-
-
 def old_times(write: Callable[[Any, Any], None], made: Callable[[Any], Any]) -> Any:
     """Read a slot, write it, and use the earlier value times a gradient; return dflow's and JAX's results."""
     table, slot = dflow.Variable(TABLE, name="table"), dflow.Variable(TABLE + 1, name="slot")
@@ -101,20 +82,6 @@ def test_a_long_formula_of_a_read_is_computed_once(table: Variable) -> None:
     for _ in range(40):
         x = x * 0.5 + jnp.sin(x)
     np.testing.assert_allclose(step(IDS), jnp.sum(x * jax.grad(loss_of)(TABLE, IDS)), rtol=1e-4)
-
-
-def test_values_of_many_variables_outlive_their_writes() -> None:
-    tables = [dflow.Variable(TABLE, name=f"t{n}") for n in range(8)]
-
-    @dflow.jit
-    def step(ids: Any) -> Any:
-        before = [t.read() for t in tables]
-        for t in tables:
-            t.assign_add(dflow.grad(lambda t=t: loss_of(t, ids), t)())
-        return [b * 2 for b in before]
-
-    for got in step(IDS):
-        np.testing.assert_array_equal(got, 2 * TABLE)
 
 
 def test_an_old_value_is_not_assigned_by_rows_over_a_newer_one(table: Variable) -> None:

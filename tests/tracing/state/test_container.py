@@ -86,24 +86,6 @@ def test_an_inner_container_is_reset_alone_and_a_longer_name_is_another() -> Non
     assert dflow.containers() == ("run10",)
 
 
-def test_the_memory_of_a_value_is_free_after_a_reset() -> None:
-    with dflow.container("run1"):
-        w = dflow.Variable(jnp.ones(2))
-    value = weakref.ref(w.home.store.table.buffer(w.key))  # type: ignore[attr-defined]
-    dflow.reset_container("run1")
-    gc.collect()
-    assert value() is None
-
-
-def test_a_generator_belongs_to_its_container() -> None:
-    with dflow.container("run1"):
-        generator = dflow.Generator(0, name="noise")
-    assert generator.name == "run1/noise"
-    dflow.reset_container("run1")
-    with pytest.raises(VariableError, match="variable 'run1/noise' is gone"):
-        generator.split()
-
-
 def test_a_queue_belongs_to_its_container_and_a_reset_ends_its_waits() -> None:
     with dflow.container("run1"):
         queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.float32), name="q")

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflow.tracing.errors import InternalError, VariableError, VariableShapeError
+from dflow.tracing.errors import InternalError, VariableError
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.resources import Variable, read
 from dflow.tracing.state.variable_trees import variables
-from dflow.tracing.syntax.text import text
 from tests.graphs_ import a_home
 from tests.reference.interpret import interpret
 
@@ -23,15 +22,6 @@ from tests.reference.interpret import interpret
 def w() -> Variable:
     with a_home():
         return Variable(jnp.arange(3.0), name="w")
-
-
-def test_a_wrong_dtype_names_the_conversion(w: Variable) -> None:
-    with pytest.raises(
-        VariableShapeError, match=r"holds f32\[3\] but assign was given i32\[3\](.|\n)*astype\(jnp.float32"
-    ):
-        w.assign(jnp.arange(3))
-    with pytest.raises(VariableShapeError, match=r"given i32\[3\]"):
-        trace(w.assign, (np.arange(3, dtype=np.int32),), {})
 
 
 def test_python_scalars_take_the_variables_dtype() -> None:
@@ -88,18 +78,6 @@ def test_an_initial_value_may_be_a_function_and_has_the_dtype() -> None:
     assert made.name.startswith("variable_")
     assert near.home is made.home
     assert str(near.type) == "i32[]"
-
-
-def test_the_graph_shows_variables_by_name(w: Variable) -> None:
-    printed = text(trace(lambda x: w.assign(w * x), (np.ones(3, np.float32),), {}).graph, locs=False)
-    assert "graph(%w: ref<f32[3]>, %x: f32[3]) {\n !%w_1: f32[3] = var.read(%w)" in printed
-
-
-def test_two_variables_of_one_name_stay_two_in_a_graph() -> None:
-    with a_home():
-        one, other = Variable(1.0, name="w"), Variable(2.0, name="w")
-    graph = trace(lambda: one.assign_add(other.read()), (), {}).graph
-    assert [ref.name for ref in graph.refs] == ["w", "w_1"]
 
 
 def test_without_a_home_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

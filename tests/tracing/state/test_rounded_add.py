@@ -44,20 +44,6 @@ def test_a_narrow_variable_rounds_as_apply_updates_does(seed: int, dtype: Any, c
     assert_rounded_once(variable, first, delta)
 
 
-def test_updates_in_a_loop_round_after_each_step() -> None:
-    first, delta = drawn(1)
-    variable = dflow.Variable(first)
-    optimizer = dflow.Optimizer(optax.scale(1.0), variable)
-
-    @dflow.jit
-    def steps(deltas: Any) -> None:
-        jax.lax.scan(lambda carry, delta: (carry, optimizer.apply(delta)), None, deltas)
-
-    steps(jnp.stack([delta, delta / 3]))
-    wanted = optax.apply_updates(optax.apply_updates(first, delta), delta / 3)
-    np.testing.assert_array_equal(np.asarray(variable.read(), np.float32), np.asarray(wanted, np.float32))
-
-
 def test_rows_of_a_narrow_table_round_once() -> None:
     first = jax.random.normal(jax.random.key(0), (6, 2000), jnp.bfloat16)
     table = dflow.Variable(first)

@@ -14,12 +14,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import dflow
 from dflow.tracing.state.variable_as_array import OF_BUFFERS
-from tests.effort import examples
 
 
 @pytest.fixture
@@ -33,12 +30,6 @@ def same(got: Any, want: Any) -> None:
     for one, other in zip(left, right, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
-
-_TREES = st.recursive(
-    st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=3),
-    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, min_size=1) | st.tuples(inner, inner),
-    max_leaves=4,
-)
 
 _OF_TREES: dict[str, Callable[[Any, Any], Any]] = {
     "leaves": lambda tree, _: jax.tree.leaves(tree),
@@ -61,16 +52,6 @@ def test_functions_of_trees_see_the_values(name: str, traced: bool) -> None:
     of_tree = _OF_TREES[name]
     got = dflow.jit(lambda: of_tree(tree, values))() if traced else of_tree(tree, values)
     same(got, of_tree(values, values))
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(_TREES)
-def test_a_tree_of_variables_maps_as_the_tree_of_its_values(plain: Any) -> None:
-    values = jax.tree.map(jnp.float32, plain)
-    tree = dflow.variables(values)
-    assert jax.tree.structure(tree) == jax.tree.structure(values)
-    same(jax.tree.map(lambda p, q: p * q + 1, tree, values), jax.tree.map(lambda p, q: p * q + 1, values, values))
-    same(optax.tree.norm(tree), optax.tree.norm(values))
 
 
 def cubes(x: Any) -> Any:
@@ -182,14 +163,6 @@ def test_a_step_compiled_for_an_array_gets_the_variable_itself_too(v: dflow.Vari
     assert step(other)[1] is other
     assert step(other)[1] is other
     assert not dflow.is_variable(step(jnp.ones(3))[1])
-
-
-def test_a_nested_function_of_dflow_gets_the_variable_itself(v: dflow.Variable) -> None:
-    inner = dflow.jit(lambda tree: tree["v"].assign_add(tree["by"]))
-    outer = dflow.jit(lambda by: inner({"v": v, "by": by}))
-    outer(jnp.ones(3))
-    outer(jnp.ones(3))
-    np.testing.assert_array_equal(v.read(), [3, 4, 5])
 
 
 @pytest.mark.parametrize("static", [{"static_argnums": 0}, {"static_argnames": "variable"}])

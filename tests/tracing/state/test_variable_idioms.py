@@ -109,24 +109,3 @@ def test_a_variable_beside_what_jax_differentiates_is_let_be(v: dflow.Variable) 
     ]
     np.testing.assert_array_equal(np.asarray(found), [5.0] * len(found))
     assert jax.hessian(_squares, argnums=1)(tree, x) == 0.0
-
-
-@pytest.mark.parametrize("loop", ["scan", "fori", "map"])
-def test_plain_grad_over_a_loop_that_writes_is_refused(loop: str) -> None:
-    count = dflow.Variable(0.0)
-
-    def step(x: Any) -> Any:
-        count.assign_add(1.0)
-        return jnp.sin(x)
-
-    def loss(x: Any) -> Any:
-        if loop == "scan":
-            return jax.lax.scan(lambda c, _: (step(c), None), x, None, length=5)[0]
-        if loop == "fori":
-            return jax.lax.fori_loop(0, 5, lambda _, c: step(c), x)
-        return jax.lax.map(lambda y: step(y * x), jnp.arange(5.0)).sum()
-
-    with pytest.raises(dflow.LostWriteError, match=r"are written in a scan, map or fori_loop that plain jax\.grad"):
-        dflow.jit(jax.grad(loss))(1.0)
-    dflow.jit(dflow.grad(loss))(1.0)
-    assert float(count.read()) == 5.0
