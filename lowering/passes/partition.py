@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.task_control_flow import made_on, tasks_within
 from dflow.tracing.devices.device_name import split_device_name, task_of
 from dflow.tracing.ir import ops
-from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Origin, Value
+from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Value
 from dflow.tracing.ir.types import HANDLES, ArrayType, TokenType
 from dflow.tracing.ir.wire_codecs import encoded_type
 from dflow.tracing.primitives.first_rows import first_rows_p
@@ -315,7 +315,7 @@ class _Cut:
             self._copies[key] = small
         return self._copies[key]
 
-    def _origin(self, value: Value) -> Origin | None:
+    def _origin(self, value: Value) -> Any:
         producer = self._graph.producers.get(value)
         return producer.origin if producer is not None else None
 

@@ -46,7 +46,6 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run, print, and return the exit status."""
     options, for_pytest = parsed(argv)
     root: Path = options.folder.resolve()
     exceptions = Exceptions.of(options.exceptions, options.suite)
@@ -128,7 +127,6 @@ def troubles(compared: Sequence[FileComparison]) -> str:
 
 
 def remedy(run: FileRun) -> str:
-    """Return the package to install, if a module is missing."""
     missing = re.search(r"No module named '(\w+)", run.trouble)
     if missing is None:
         return ""
@@ -141,7 +139,6 @@ def report(
     compared: Sequence[FileComparison],
     exceptions: Exceptions,
 ) -> dict[str, object]:
-    """Return all measurements, with the versions."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy", *options.version_of)}
     return {
         "suite": options.suite,

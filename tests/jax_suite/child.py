@@ -38,12 +38,10 @@ class Recorder:
         self._traces = 0
 
     def traced(self) -> None:
-        """Count a trace of a function of dflow."""
         self._traces += 1
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Skip the tests of an earlier process."""
         left = [item for item in items if self._name(item.nodeid, config) not in self._done]
         config.hook.pytest_deselected(items=[item for item in items if item not in left])
         items[:] = left
@@ -56,7 +54,6 @@ class Recorder:
                 config.addinivalue_line("filterwarnings", f"ignore::dflow.{warning}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record a file that cannot be imported."""
         if report.failed:
             self._write(file=last_line(report.longreprtext), outcome="failed")
 
@@ -70,7 +67,6 @@ class Recorder:
         self._write(begun=self._name(nodeid, self._config))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the outcome of a phase, or of a subtest."""
         outcome: str = report.outcome
         if hasattr(report, "wasxfail"):
             outcome = "xpassed" if report.passed else "xfailed"
@@ -78,7 +74,6 @@ class Recorder:
         self._outcomes.append((outcome, "" if report.passed else skip or last_line(report.longreprtext)))
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Record the outcome of all phases."""
         outcome, error = max(self._outcomes, key=lambda one: _WORSE.index(one[0]), default=("failed", "no outcome"))
         self._write(ended=self._name(nodeid, self._config), outcome=outcome, error=error, traces=self._traces)
 
@@ -130,7 +125,6 @@ def replace_jit(traced: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Run pytest with the arguments of the command line."""
     way, root, records, done, *arguments = sys.argv[1:]
     # The folder of this script must not be searched for imports.
     del sys.path[0]

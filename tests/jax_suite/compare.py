@@ -31,7 +31,6 @@ class Exceptions:
         return cls(reasons)
 
     def pattern_of(self, test: str) -> str | None:
-        """Return the first pattern that matches the test."""
         return next((pattern for pattern in self.reasons if _matches(pattern, test)), None)
 
     def stale(self, compared: Sequence[FileComparison], *, selected: bool = False) -> list[str]:
@@ -62,7 +61,6 @@ class FileComparison:
 
     @cached_property
     def passed(self) -> list[str]:
-        """The tests that pass with `jax.jit`."""
         return [test for test, outcome in self.plain.tests.items() if outcome.outcome == "passed"]
 
     @cached_property
@@ -82,7 +80,6 @@ class FileComparison:
         return [test for test in self.differing if exceptions.pattern_of(test) is None]
 
     def as_json(self, exceptions: Exceptions) -> dict[str, Any]:
-        """Counts of every outcome, and the tests that differ."""
         differing = {
             test: {
                 "outcome": outcome.outcome,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jax_suite.__main__ import chosen, each, main
+from tests.jax_suite.__main__ import each, main
 from tests.jax_suite.child import last_line
 from tests.jax_suite.compare import Exceptions, FileComparison
 from tests.jax_suite.process import FileRun, Limits, Outcome, run_file
@@ -124,18 +124,6 @@ def test_a_file_that_cannot_be_imported_is_a_result(tmp_path: Path, capsys: pyte
     assert "nothing was compared" in said
 
 
-def test_a_file_may_take_longer_to_import_than_a_test(tmp_path: Path) -> None:
-    (tmp_path / "pallas").mkdir()
-    (tmp_path / "pallas/slow_test.py").write_text("import jax\ndef test_quick():\n    pass\n")
-    run = run_file("pallas/slow_test.py", "jax", tmp_path, Limits(test=0.2))
-    assert run.tests["pallas/slow_test.py::test_quick"].outcome == "passed"
-
-
-def test_an_import_without_end_is_a_result(tmp_path: Path) -> None:
-    (tmp_path / "endless_test.py").write_text("import threading\nthreading.Event().wait()\n")
-    assert "import took longer than 1 s" in run_file("endless_test.py", "jax", tmp_path, Limits(start=1)).trouble
-
-
 def test_a_file_has_a_time_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "long_test.py").write_text(
         "import threading\ndef test_first():\n    pass\ndef test_long():\n    threading.Event().wait()\n"
@@ -143,13 +131,6 @@ def test_a_file_has_a_time_of_its_own(tmp_path: Path) -> None:
     found = run_file("long_test.py", "jax", tmp_path, Limits(test=100, file=8))
     assert found.trouble == "the 8 s of the file were up in long_test.py::test_long"
     assert [name for name, one in found.tests.items() if one.outcome == "passed"] == ["long_test.py::test_first"]
-
-
-def test_a_folder_without_test_files_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "say a folder that holds them" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"none_test\.py does not exist"):
-        main([str(tmp_path), "none_test.py"])
 
 
 QUICK = "def test_one():\n    pass\n"
@@ -170,15 +151,6 @@ def test_files_of_subfolders_are_found_and_absent_ones_are_named(
     progress = r"^\[\d/2\] (a|pallas/b)_test.py: 1 with jax.jit, 0 of them not with dflow.jit$"
     assert len(re.findall(progress, said, re.MULTILINE)) == 2
     assert said.index("\na_test.py ") < said.index("\npallas/b_test.py ") < said.index("\nin all ")
-
-
-def test_a_name_stands_for_the_files_of_any_folder(tmp_path: Path) -> None:
-    (tmp_path / "pallas" / "deep").mkdir(parents=True)
-    for name in ("pallas/b_test.py", "pallas/deep/b_test.py", "pallas/c_test.py"):
-        (tmp_path / name).write_text(QUICK)
-    assert chosen(tmp_path, ["b_test.py"]) == (["pallas/b_test.py", "pallas/deep/b_test.py"], [])
-    everything = ["pallas/b_test.py", "pallas/c_test.py", "pallas/deep/b_test.py"]
-    assert chosen(tmp_path, ["pallas", "c_test.py"]) == (everything, [])
 
 
 def test_a_runner_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:
@@ -227,20 +199,9 @@ def test_an_exception_of_a_test_that_was_not_selected_is_not_stale() -> None:
     assert exceptions.stale(compared, selected=True) == ["a::b"]
 
 
-def test_an_exception_without_reason_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "listed.toml").write_text('[made]\n"a::b" = " "\n')
-    with pytest.raises(ValueError, match="gives no reason for a::b"):
-        Exceptions.of(tmp_path / "listed.toml", "made")
-
-
 def test_the_last_line_of_an_error_is_the_one_that_names_it() -> None:
     text = "    def f():\n>       g()\nE       TypeError: no\nE         more about it\n\nfile.py:3: TypeError"
     assert last_line(text) == "TypeError: no"
     assert last_line(f"{text}\n\nDuring handling of the above exception:\nE    KeyError: 'k'") == "KeyError: 'k'"
     assert last_line("E       assert 1 == 2\nE        +  where\n") == "assert 1 == 2"
     assert last_line("") == ""
-
-
-def test_our_own_exceptions_can_be_read() -> None:
-    path = Path(__file__).with_name("exceptions.toml")
-    assert all(Exceptions.of(path, suite).reasons is not None for suite in ("jax", "flax"))

@@ -103,7 +103,6 @@ def as_indices(value: Any, ndim: int) -> Any:
 
 
 def parity(value: Any, count: int) -> Any:
-    """A number below `count`."""
     return value.sum().astype(jnp.int32) % count
 
 
@@ -335,7 +334,6 @@ class Traced:
 
 
 def ruled(x: Any) -> Any:
-    """Return the result of a function with a custom rule."""
     return bounded(x * 3 - 1)
 
 

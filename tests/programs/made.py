@@ -47,7 +47,6 @@ def cells_of(program: Program) -> list[Cell]:
 
 
 def queues_of(program: Program) -> list[Queue]:
-    """New queues, each with `FULL` elements."""
     made: list[Queue] = []
     for number, kind in enumerate(program.queues):
         name = f"q{number}"
@@ -64,7 +63,6 @@ def queues_of(program: Program) -> list[Queue]:
 
 
 def accumulator_of(program: Program) -> ConditionalAccumulator | None:
-    """A new empty accumulator, for a program that has one."""
     if not program.accumulates:
         return None
     rows = RowGradient(jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4, 1), jnp.int32), (5, 1))
@@ -72,7 +70,6 @@ def accumulator_of(program: Program) -> ConditionalAccumulator | None:
 
 
 def model_of(resource: HostResource) -> QueueModel | AccumulatorModel:
-    """A model of a queue or an accumulator, in its initial state."""
     if isinstance(resource, Queue):
         return QueueModel(resource.settings, first_elements())
     assert isinstance(resource, ConditionalAccumulator)
@@ -80,12 +77,10 @@ def model_of(resource: HostResource) -> QueueModel | AccumulatorModel:
 
 
 def cells_of_queues(program: Program) -> list[QueueCell]:
-    """A cell for each queue, in its initial state."""
     return [QueueCell(QueueModel(queue.settings, first_elements())) for queue in queues_of(program)]
 
 
 def cell_of_accumulator(program: Program) -> AccumulatorCell | None:
-    """A cell for the accumulator, in its initial state."""
     accumulator = accumulator_of(program)
     return accumulator and AccumulatorCell(AccumulatorModel(accumulator.type, accumulator.settings))
 

@@ -31,14 +31,12 @@ class AccumulatorModel:
         self.kept: dict[int, tuple[int, tuple[Any, ...]]] = {}
 
     def copy(self) -> AccumulatorModel:
-        """The same accumulator, to go its own way."""
         other = AccumulatorModel(self.type, self.settings)
         other.gradients, other.step, other.dropped = list(self.gradients), self.step, self.dropped
         other.tickets, other.kept = self.tickets, dict(self.kept)
         return other
 
     def use(self, node: Node, operands: Sequence[Any]) -> list[Any]:
-        """Do the op of a node: its results. Raises as the methods."""
         return _MEANINGS[node.op](self, node, operands)
 
     def apply(self, gradient: tuple[Any, ...], step: int) -> bool:
@@ -93,7 +91,6 @@ class AccumulatorModel:
         self.kept = left
 
     def _reduced(self, gradients: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The mean or the sum."""
         divisor = len(gradients) if self.settings.reduction is Reduction.MEAN else None
         results: list[Any] = []
         for component, parts in self._by_component(gradients):
@@ -110,7 +107,6 @@ class AccumulatorModel:
         return results
 
     def _by_component(self, gradients: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, list[tuple[Any, ...]]]]:
-        """Each component with its operands in each gradient."""
         start = 0
         for component in self.type.components:
             end = start + (2 if isinstance(component, RowsType) else 1)
@@ -119,7 +115,6 @@ class AccumulatorModel:
 
 
 def _row_sums(parts: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
-    """The sum of the rows of each index."""
     sums: dict[int, Any] = {}
     for indices, rows in parts:
         if np.shape(indices) == ():

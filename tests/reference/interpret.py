@@ -113,7 +113,6 @@ class _Run:
             raise DflowError(f"the state has no value for {', '.join(missing)}; it has {sorted(state) or 'none'}")
 
     def advance(self) -> bool:
-        """Run one node, if one can run."""
         node = self._next()
         if node is None:
             return False
@@ -132,7 +131,6 @@ class _Run:
         return self._choose(nodes) if nodes else None
 
     def outputs(self) -> list[Any]:
-        """The values of the graph's outputs."""
         return [self._value(output) for output in self._graph.outputs]
 
     def _can_run(self, index: int, node: Node) -> bool:

@@ -31,7 +31,6 @@ class QueueModel:
         self._random = random.Random(settings.seed)
 
     def copy(self) -> QueueModel:
-        """The same queue, to go its own way."""
         other = QueueModel(self.settings, self.elements, self.is_closed)
         other._random.setstate(self._random.getstate())
         return other
@@ -56,11 +55,9 @@ class QueueModel:
         return [self._next() for _ in range(count)]
 
     def close(self) -> None:
-        """Let nothing more in."""
         self.is_closed = True
 
     def use(self, node: Node, operands: Sequence[Any]) -> list[Any]:
-        """Do the op of a node: its results. Raises as the methods."""
         return _MEANINGS[node.op](self, node, operands) or []
 
     def _next(self) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,23 +60,13 @@ class Literal:
 Operand = Value | Literal
 
 
-class Origin(Protocol):
-    """Where a node comes from. A trace gives its own; a parsed graph knows the line alone.
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The origin of a node of a parsed graph, whose line is all that is known. A trace gives its own.
 
     `loc`    the user's line, when it is known
     `scope`  the name scopes it was traced under, as JAX prints them: `dense/inner`, `transpose(jvp(dense))`
     """
-
-    @property
-    def loc(self) -> Loc | None: ...
-
-    @property
-    def scope(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The origin of a node whose line is all that is known."""
 
     loc: Loc | None
     scope: str = ""
@@ -90,7 +80,8 @@ class Node:
     `bodies`      the graphs an op runs: a cluster's one, the arms of a branch, what a loop repeats; each takes `handed`
     `device`      a task, `WITH_STATE`, or None for wherever the caller is
     `after`       values whose nodes must have run before, though none is an operand
-    `origin`      the line it was traced from, and what JAX needs to bind it again; only the line is printed
+    `origin`      the line it was traced from, and what JAX needs to bind it again (`loc` and `scope` as those of
+                  `Written`); only the line is printed
     """
 
     op: OpDef
@@ -100,17 +91,18 @@ class Node:
     bodies: tuple[Graph, ...] = ()
     device: str | None = None
     after: tuple[Value, ...] = ()
-    origin: Origin | None = None
+    origin: Any = None
 
     @property
     def loc(self) -> Loc | None:
         """The user's line, when it is known."""
-        return self.origin.loc if self.origin is not None else None
+        loc: Loc | None = self.origin.loc if self.origin is not None else None
+        return loc
 
     @property
     def scope(self) -> str:
         """The name scopes it was traced under; empty when there is none, or none is known."""
-        return self.origin.scope if self.origin is not None else ""
+        return str(self.origin.scope) if self.origin is not None else ""
 
     @property
     def effects(self) -> tuple[tuple[Effect, Value | None], ...]:

@@ -99,7 +99,6 @@ def _making(jit: Any, made: list[Any], run: int) -> Any:
 
 
 def seen(program: Program, jit: Any) -> Seen:
-    """Return the observations of one run."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fractions
 from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +13,6 @@ import numpy as np
 from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
 
 Pair = namedtuple("Pair", "left right")
-
-
-class Both(tuple):
-    """A subclass of tuple, which JAX does not know."""
-
-    __slots__ = ()
 
 
 @jax.tree_util.register_pytree_node_class
@@ -39,23 +32,12 @@ class Matrix:
         return cls(*children)
 
 
-class NamedChild(Pair):
-    def total(self) -> Any:
-        return self.left + self.right
-
-
 @jax.tree_util.register_dataclass
 @dataclass
 class Layer:
     weight: Any
     bias: Any
     name: str = field(metadata={"static": True}, default="layer")
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Settings:
-    times: int
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -94,81 +76,33 @@ def echo(jit: Any, *args: Any) -> Any:
     return jit(lambda *xs: (xs, jax.tree.map(lambda x: x + x, xs)))(*args)
 
 
-def kinds(jit: Any, *args: Any) -> Any:
-    """Return the types that the function sees."""
-    seen: list[str] = []
-
-    def look(*xs: Any) -> Any:
-        seen.extend(f"{type(x).__name__} {jax.typeof(x)} {x.weak_type}" for x in jax.tree.leaves(xs))
-        return 0
-
-    jit(look)(*args)
-    return str(seen)
-
-
 def returned(value: Any) -> Program:
     return lambda jit: jit(lambda x: value)(1.0)
 
 
 PROGRAMS: dict[str, Program] = {
     "Python numbers": lambda jit: echo(jit, True, 2, 3.0, 4j),
-    "Python numbers as they are seen": lambda jit: kinds(jit, True, 2, 3.0, 4j),
-    "NumPy scalars": lambda jit: echo(jit, np.float32(1), np.int8(2), np.uint16(3), np.complex64(4), np.bool_(True)),
-    "NumPy arrays": lambda jit: echo(jit, np.ones(3, np.float32), np.arange(3, dtype=np.int16)),
     "NumPy arrays of 64 bits": lambda jit: echo(jit, np.ones(3), np.arange(3), np.ones(2, np.complex128)),
     "a NumPy array of another byte order": lambda jit: echo(jit, np.arange(3, dtype=">f4")),
-    "8-bit floats": lambda jit: jit(lambda x: x)(jnp.ones(2, jnp.float8_e4m3fn)),
     "weak arrays": lambda jit: echo(jit, jnp.asarray(1.0), jnp.broadcast_to(2, (3,)), jnp.float32(1)),
-    "weak against strong": lambda jit: jit(lambda x, y: (x + y, x * 2, y * 2.5, x + 1j))(1, jnp.ones(2, jnp.bfloat16)),
     # dflow has an error of its own for larger ones: see tests/dflow/test_number_range.py.
     "an unsigned integer of 64 bits": lambda jit: jit(lambda x: x)(np.uint64(2**32 - 1)),
     "a float too large": lambda jit: jit(lambda x: x)(1e300),
-    "an integer too large inside": lambda jit: jit(lambda x: x + 2**40)(1),
-    "a fraction": lambda jit: echo(jit, fractions.Fraction(1, 2)),
     "a string": lambda jit: echo(jit, "text"),
     "a string by name": lambda jit: jit(lambda x, *, mode: x)(1.0, mode="up"),
-    "a function": lambda jit: jit(lambda f, x: f(x))(jnp.sin, 1.0),
     "things with __jax_array__ of several shapes": lambda jit: (
         lambda f: [f(HasJaxArray(3)), f(HasJaxArray(4)), f(HasJaxArray(3))]
     )(jit(lambda x: jnp.asarray(x) * x.shape[0])),
-    "lists, tuples, dicts": lambda jit: echo(jit, [1, (2.0, {"b": 3, "a": [4]})]),
-    "None and empty trees": lambda jit: jit(lambda *xs: xs)(None, [], {}, (), [None, {"a": ()}]),
-    "an ordered dict's order is a structure": lambda jit: (lambda f: (f({"b": 1, "a": 2}), f({"a": 3, "b": 4})))(
-        jit(lambda d: d)
-    ),
-    "a dict with mixed keys": lambda jit: echo(jit, {1: 1, "a": 2}),
-    "a named tuple's child": lambda jit: jit(lambda p: (p.total(), p))(NamedChild(1, 2.0)),
-    "a subclass of tuple": lambda jit: echo(jit, Both((1.0, 2.0))),
-    "a registered dataclass": lambda jit: [
-        jax.tree.leaves(jit(lambda p: Layer(p.bias, p.weight, p.name + "!"))(Layer(jnp.ones(2), 1.0))),
-    ],
     "a static field is another trace": lambda jit: (
         lambda f: [f(Layer(1.0, 2.0, "a")), f(Layer(1.0, 2.0, "b")), f(Layer(1.0, 2.0, "a"))]
     )(jit(lambda p: p.weight * (2 if p.name == "b" else 3))),
-    "a static object": lambda jit: [jit(lambda s, x: [x] * s.times)(Settings(n), 1.0) for n in (2, 3, 2)],
-    "a static object as result": lambda jit: jit(lambda s: s)(Settings(3)).times,
     "a bad leaf of a pytree with keys": lambda jit: jit(lambda w: w)(WithKeys("text", "t")),
     "a pytree whose flattening raises": lambda jit: jit(lambda w: 1)(BadFlatten()),
-    "typed keys": lambda jit: jit(lambda k: (k, jax.random.split(k), jax.random.normal(k)))(jax.random.key(0)),
     "float0 of a gradient": lambda jit: jax.grad(jit(lambda x, n: x * n), argnums=(0, 1), allow_int=True)(2.0, 3),
-    "results: numbers, as weak as they were": lambda jit: [
-        y.weak_type for y in jit(lambda x: (2, 3.0, np.float32(5), jnp.float32(2), x, jnp.asarray(2.0)))(1.0)
-    ],
-    "results: the same twice": lambda jit: jit(lambda x: (x, x, x + 1, x))(1.0),
-    "results: swapped arguments": lambda jit: jit(lambda x, y: (y, 1, x))(jnp.arange(2), jnp.arange(3.0)),
-    "results: none": lambda jit: jit(lambda x: None)(1.0),
-    "results: nothing at all": lambda jit: jit(lambda: None)(),
     "results: a string": returned("text"),
-    "results: a thing with __jax_array__": returned(HasJaxArray()),
     "results: a shape": returned(jax.ShapeDtypeStruct((), jnp.float32)),
-    "500 arguments": lambda jit: jit(lambda *xs: sum(xs))(*range(500)),
-    "keywords in any order": lambda jit: (lambda f: (f(a=1.0, b=2), f(b=2, a=1.0)))(jit(lambda a, b: a - b)),
-    "a default that is an array": lambda jit: (lambda a: jit(lambda x, y=a: x + y)(1.0))(jnp.arange(3.0)),
-    "unused arguments, kept": lambda jit: jit(lambda x, y, z: y, keep_unused=True)(1.0, 2, jnp.ones(3)),
-    "inline": lambda jit: jit(lambda x: jit(lambda y: y * 2, inline=True)(x) + 1, inline=True)(1.0),
     "a deleted argument": lambda jit: (lambda x: (x.delete(), jit(lambda x: x + 1)(x)))(jnp.ones(3)),
     "a backend": lambda jit: jit(lambda x: x + 1, backend="cpu")(1.0),
-    "too many arguments": lambda jit: jit(lambda x: x)(1.0, 2.0),
     "arguments called self, fn, args, kwargs": lambda jit: jit(
         lambda self, fn, args, kwargs: self - fn + args * kwargs
     )(self=1.0, fn=2.0, args=3.0, kwargs=4.0),

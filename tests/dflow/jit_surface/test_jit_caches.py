@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
 
 Pair = namedtuple("Pair", "x y")
-
-
-def traces(jit: Any, *calls: Any, **options: Any) -> Any:
-    """Number of traces after each call; a call is a tuple of positional arguments."""
-    runs: list[int] = []
-    f = jit(lambda *args: (runs.append(1), 0)[1], **options)
-    counts = []
-    for args in calls:
-        f(*args)
-        counts.append(len(runs))
-    return counts
 
 
 def traces_by_name(jit: Any) -> Any:
@@ -75,36 +63,6 @@ def of_functions(jit: Any) -> Any:
     return [[reference() is None for reference in pair] for pair in gone]
 
 
-def of_static_arguments(jit: Any) -> Any:
-    class Model:
-        pass
-
-    f = jit(lambda m, x: x + 1, static_argnums=0)
-    model = Model()
-    gone = weakref.ref(model)
-    f(model, 1.0)
-    f.clear_cache()
-    del model
-    gc.collect()
-    return gone() is None or "kept"
-
-
-def cleared(jit: Any) -> Any:
-    runs: list[int] = []
-    f = jit(lambda x: (runs.append(1), x + 1)[1])
-    f(1.0)
-    f(2.0)
-    before = len(runs)
-    f.clear_cache()
-    return before, f(3.0), len(runs) > before
-
-
-def in_threads(jit: Any) -> Any:
-    f = jit(lambda x: x + x - 3.0)
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(f, [np.arange(size, dtype=np.float32) for size in range(1, 6)] * 3))
-
-
 def in_threads_with_errors(jit: Any) -> Any:
     def fn(x: Any) -> Any:
         if x.ndim:
@@ -123,17 +81,6 @@ def in_threads_with_errors(jit: Any) -> Any:
         return list(pool.map(call, range(8)))
 
 
-def in_threads_with_settings(jit: Any) -> Any:
-    f = jit(lambda x: x + 1)
-
-    def call(number: int) -> Any:
-        with jax.enable_x64(bool(number % 2)):
-            return f(1.0).dtype.name
-
-    with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(call, range(8)))
-
-
 def under_transforms_again(jit: Any) -> Any:
     runs: list[int] = []
     f = jit(lambda x: (runs.append(1), x * x)[1])
@@ -142,32 +89,12 @@ def under_transforms_again(jit: Any) -> Any:
     return results, len(runs)
 
 
-def many_types(jit: Any) -> Any:
-    """Old argument types stay cached while new ones come."""
-    runs: list[int] = []
-    f = jit(lambda x: (runs.append(1), x + 1)[1])
-    for _ in range(3):
-        for x in (1.0, 1, jnp.ones(2), jnp.ones(3)):
-            f(x)
-    return len(runs)
-
-
 PROGRAMS: dict[str, Program] = {
-    "values": lambda jit: traces(jit, (1.0,), (2.0,), (np.float32(3),), (jnp.float32(4),), (jnp.asarray(5.0),)),
-    "NumPy's types of 64 bits": lambda jit: traces(
-        jit, (np.float64(1),), (np.float32(1),), (np.int64(1),), (np.int32(1),)
-    ),
-    "containers": lambda jit: traces(jit, ([1.0],), ((1.0,),), ({"a": 1.0},), ({"b": 1.0},), (OrderedDict(a=1.0),)),
-    "static arguments": lambda jit: traces(jit, (1.0, "a"), (1.0, "b"), (2.0, "a"), static_argnums=1),
     "positions and names": traces_by_name,
     "transforms": under_transforms_again,
-    "many types": many_types,
-    "the cache of a function is cleared": cleared,
     "garbage: a closure": of_a_closure,
     "garbage: functions": of_functions,
-    "garbage: static arguments": of_static_arguments,
     "threads with errors": in_threads_with_errors,
-    "threads with settings": in_threads_with_settings,
 }
 
 test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS)

@@ -68,9 +68,6 @@ PROGRAMS: dict[str, Program] = {
     "a large ref closed over": lambda jit: adding_to(jax.new_ref(jnp.zeros((128, 256))), jit),
     "a ref as an argument": adding_to_argument,
     "a library's type": lambda jit: jit(lambda w, x: (w, x + TABLE[0, 0]))(WRAPPED, 1.0)[0].value,
-    "a compiler option that is none, beside a large array": lambda jit: jit(
-        lambda x: x + TABLE[0, 0], compiler_options={"no_such_option": 1}
-    )(1.0),
     "a large array": lambda jit: jit(lambda x: x + TABLE[0, 0], compiler_options={}, keep_unused=True)(1.0),
 }
 

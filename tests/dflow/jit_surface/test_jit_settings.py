@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -11,17 +10,6 @@ import numpy as np
 import pytest
 
 from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
-
-
-def under(jit: Any, fn: Any, contexts: list[AbstractContextManager[Any]], *args: Any, **options: Any) -> Any:
-    """Return the results and the number of traces after a call in each context."""
-    traces: list[int] = []
-    f = jit(lambda *xs: (traces.append(1), fn(*xs))[1], **options)
-    seen = []
-    for context in contexts:
-        with context:
-            seen.append((f(*args), len(traces)))
-    return seen
 
 
 def eagerly(jit: Any) -> Any:
@@ -33,12 +21,6 @@ def eagerly(jit: Any) -> Any:
     return results, f(2.0, 3), f(2.0, 3), seen
 
 
-def eagerly_donated(jit: Any) -> Any:
-    x = jnp.ones(2)
-    with jax.disable_jit():
-        return jit(lambda x: x + 1, donate_argnums=0)(x), x.is_deleted()
-
-
 def nans(jit: Any) -> Any:
     f = jit(lambda x: jnp.log(x))
     before = f(-1.0)
@@ -48,16 +30,6 @@ def nans(jit: Any) -> Any:
         except FloatingPointError as error:
             return before, type(error).__name__, "nan" in str(error), f(1.0)
     return before, "nothing"
-
-
-def infs(jit: Any) -> Any:
-    f = jit(jnp.reciprocal)
-    with jax.debug_infs(True):
-        try:
-            f(0.0)
-        except FloatingPointError as error:
-            return type(error).__name__, "inf" in str(error)
-    return "nothing"
 
 
 def leaks(jit: Any) -> Any:
@@ -84,30 +56,6 @@ def transfers(jit: Any) -> Any:
     with jax.transfer_guard("disallow"):
         seen.append(f(warm[1]))
     return seen
-
-
-def compile_time(jit: Any) -> Any:
-    def fn(x: Any) -> Any:
-        with jax.ensure_compile_time_eval():
-            n = int(jnp.arange(4).sum())
-        return [x] * n
-
-    return jit(fn)(1.0)
-
-
-def promotion(jit: Any) -> Any:
-    f = jit(lambda x, y: x + y)
-    before = f(jnp.int32(1), jnp.float32(2))
-    with jax.numpy_dtype_promotion("strict"):
-        strict = f(1, jnp.float32(2))
-        return before, strict, f(jnp.int32(1), jnp.float32(2))
-
-
-def ranks(jit: Any) -> Any:
-    f = jit(lambda x, y: x + y)
-    before = f(jnp.ones((2, 2)), jnp.ones(2))
-    with jax.numpy_rank_promotion("raise"):
-        return before, f(jnp.ones((2, 2)), jnp.ones(2))
 
 
 def x64(jit: Any) -> Any:
@@ -153,16 +101,9 @@ PROGRAMS: dict[str, Program] = {
     "enable_x64": x64,
     "enable_x64, large numbers": x64_large,
     "disable_jit": eagerly,
-    "disable_jit, with donation": eagerly_donated,
     "debug_nans": nans,
-    "debug_infs": infs,
     "checking_leaks": leaks,
     "transfer_guard": transfers,
-    "default_device": lambda jit: under(
-        jit, lambda x: x + 1, [nullcontext(), jax.default_device(jax.devices()[0]), nullcontext()], 1.0
-    ),
-    "numpy_dtype_promotion": promotion,
-    "ensure_compile_time_eval": compile_time,
     "log_compiles": logged,
 }
 

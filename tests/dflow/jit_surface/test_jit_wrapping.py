@@ -7,9 +7,7 @@ import functools
 import inspect
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
 
@@ -44,14 +42,7 @@ class Callable_:  # noqa: N801
         return x
 
 
-class Unprintable(Callable_):
-    def __repr__(self) -> str:
-        raise ValueError("this has no repr")
-
-
 def classes(jit: Any) -> Any:
-    """One class with every kind of method."""
-
     class Model:
         factor = 3
 
@@ -111,25 +102,6 @@ def of_classmethod(jit: Any) -> Any:
     return Model.twice(1.0)
 
 
-def made_in_init(jit: Any) -> Any:
-    class Model:
-        def __init__(self) -> None:
-            self.factor = 3
-            self.step = jit(self._step)
-
-        def _step(self, x: Any) -> Any:
-            return x * self.factor
-
-    return [Model().step(1.0) for _ in range(2)]
-
-
-def async_function(jit: Any) -> Any:
-    async def fn(x: Any) -> Any:
-        return x
-
-    return jit(fn)(1.0)
-
-
 def recursion(jit: Any) -> Any:
     @functools.partial(jit, static_argnums=0)
     def power(n: int, x: Any) -> Any:
@@ -169,40 +141,22 @@ def copies(jit: Any, make: Any) -> Any:
 
 PROGRAMS: dict[str, Program] = {
     "its attributes": globals_of_the_wrapper,
-    "its signature, of a partial": lambda jit: str(inspect.signature(jit(functools.partial(documented, scale=1.0)))),
-    "its repr, of an object whose own raises": lambda jit: repr(jit(Unprintable(2))).endswith(">"),
-    "callable": lambda jit: (callable(jit(documented)), inspect.isfunction(jit(documented))),
     "attributes that are set": set_attribute,
-    "an attribute that is none": lambda jit: jit(lambda x: x).missing,
     "copied": lambda jit: copies(jit, copy.copy),
     "deep-copied": lambda jit: copies(jit, copy.deepcopy),
     "as a static argument": lambda jit: (lambda f: jit(lambda g, x: g(x), static_argnums=0)(f, 2.0))(jit(documented)),
-    "a method of a builtin": lambda jit: jit("{}".format)(1.0),
-    "a type": lambda jit: jit(dict)(a=1.0),
-    "a named tuple's type": lambda jit: jit(complex)(1.0),
     "a ufunc of jnp": lambda jit: jit(jnp.add)(1.0, 2),
-    "a jitted function": lambda jit: jit(jit(lambda x: x + 1))(2.0),
-    "a function of jax.jit": lambda jit: jit(jax.jit(lambda x: x + 1))(2.0),
     "an object to call": lambda jit: jit(Callable_(3.0))(2.0),
-    "an unbound method": lambda jit: jit(Callable_.method, static_argnums=0)(Callable_(3.0), 2.0),
     "methods in a class": classes,
     "jit of a class method": of_classmethod,
-    "jit in __init__": made_in_init,
-    "an async function": async_function,
     "recursion": recursion,
     "endless recursion": endless_recursion,
-    "by a decorator factory": lambda jit: jit(static_argnums=0)(lambda n, x: [x] * n)(2, 3.0),
-    "by a decorator factory without options": lambda jit: jit()(lambda x: x + 1)(3.0),
-    "in np.vectorize": lambda jit: np.vectorize(jit(lambda x: x * 2))(np.arange(3.0)),
 }
 
 #: These programs test the object itself, or functions that a wrapper would hide.
 WITHOUT_STATE = (
     "its attributes",
-    "an async function",
     "jit of a class method",
-    "a method of a builtin",
-    "callable",
 )
 
 test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)

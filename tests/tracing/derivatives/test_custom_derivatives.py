@@ -106,18 +106,6 @@ def test_a_variable_that_the_rule_says_nothing_of_is_refused(make: Any, state: S
     assert by_total == 12.0
 
 
-@KINDS
-def test_a_variable_that_moves_with_the_argument_is_refused(make: Any, state: State) -> None:
-    fn = make(state)
-
-    def loss(x: Any) -> Any:
-        state.w.assign(x)
-        return fn(x)[0].sum()
-
-    with pytest.raises(DflowError, match=r"depends on variables \(w\), and the rule says nothing"):
-        dflow.grad(loss)(X)
-
-
 def test_a_rule_may_not_use_variables_that_its_function_does_not(state: State) -> None:
     @jax.custom_jvp
     def fn(x: Any) -> Any:

@@ -224,13 +224,10 @@ MANY = jnp.arange(COUNT - len(IDS))
 
 
 @pytest.mark.parametrize("is_rare", [True, False])
-@pytest.mark.parametrize("repeated", [False, True])
 def test_a_large_table_that_a_rare_branch_looks_up_often_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, table: Variable, is_rare: bool, repeated: bool
+    monkeypatch: pytest.MonkeyPatch, table: Variable, is_rare: bool
 ) -> None:
     def loss(t: Any) -> Any:
-        if not repeated:
-            return by_branches(t, MANY, is_rare)
         return jax.lax.scan(lambda c, _: (c + by_branches(t, MANY, is_rare), None), 0.0, length=1)[0]
 
     monkeypatch.setattr(early_lookups, "LARGE_BYTES", 1)

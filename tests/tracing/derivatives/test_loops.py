@@ -49,16 +49,6 @@ def test_it_is_jaxs_loop_forward_and_the_unrolled_loop_backward(turns: int, max_
     np.testing.assert_allclose(gradient, jax.grad(lambda x: unrolled(run, x)["x"].sum())(X), rtol=1e-4)
 
 
-def test_each_element_of_a_batch_stops_by_itself() -> None:
-    def loop(x: Any, turns: Any) -> Any:
-        return dflow.while_loop(lambda c: c["turn"] < turns, body, start(x), max_iters=9)["x"].sum()
-
-    turns = jnp.array([0, 2, 5])
-    got = jax.vmap(jax.grad(loop), in_axes=(None, 0))(X, turns)
-    want = [jax.grad(lambda x, n=n: unrolled(int(n), x)["x"].sum())(X) for n in turns]
-    np.testing.assert_allclose(got, jnp.stack(want), rtol=1e-4)
-
-
 def saved_bytes(max_iters: int) -> int:
     """Bytes that the backward pass of a loop keeps from the forward pass."""
     x = jnp.zeros(1000)

@@ -11,7 +11,7 @@ from dflow.tracing.devices.device_name import (
     split_device_name,
     task_of,
 )
-from dflow.tracing.devices.task_name import task_name
+from dflow.tracing.devices.task_name import full_task_name, short_task_name, split_task_name, task_name
 from dflow.tracing.errors import DeviceError
 
 FORMS = {
@@ -57,3 +57,17 @@ def test_a_text_that_is_no_name_of_a_device_is_refused(bad: str) -> None:
 def test_a_platform_is_no_job(platform: str) -> None:
     with pytest.raises(DeviceError, match=f"'{platform}' is a platform, so {platform}:1 is a device, not a task"):
         task_name(platform, 1)
+
+
+def test_the_name_of_a_task_and_its_parts() -> None:
+    assert task_name("ps", 3) == "/job:ps/task:3"
+    assert split_task_name("/job:ps/task:3") == ("ps", 3)
+    assert short_task_name("/job:ps/task:3") == "ps:3"
+    assert full_task_name("ps:3") == full_task_name("/job:ps/task:3") == "/job:ps/task:3"
+    assert short_task_name("the coordinator") == "the coordinator"
+
+
+@pytest.mark.parametrize("bad", ["ps:3", "/job:ps/task:", "/job:p s/task:1", "/job:ps/task:1/"])
+def test_a_text_that_is_no_name_of_a_task_is_refused(bad: str) -> None:
+    with pytest.raises(DeviceError, match="is not the name of a task; write /job:<job>/task:<index>"):
+        split_task_name(bad)

@@ -65,18 +65,3 @@ def test_an_update_is_followed_by_its_mark(by_rows: bool, table: Variable) -> No
     dflow.jit(step)(ids, rows)
     for variable, value in zip((table, table.marks), after.values(), strict=True):
         np.testing.assert_array_equal(variable.read(), value)  # type: ignore[union-attr]
-
-
-def test_marks_and_rows_are_written_in_place(table: Variable) -> None:
-    step = dflow.jit(table.scatter_add)
-    ids, rows = jnp.array([1, 2]), jnp.ones((2, 2))
-    held: Any = table.home.store.table  # type: ignore[attr-defined]
-
-    def buffers() -> list[int]:
-        return [held.buffer(variable.key).unsafe_buffer_pointer() for variable in (table, table.marks)]
-
-    step(ids, rows)
-    before = buffers()
-    step(ids, rows)
-    table.scatter_add(ids, rows)
-    assert buffers() == before

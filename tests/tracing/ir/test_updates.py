@@ -268,3 +268,15 @@ def test_a_branch_that_the_batch_does_not_agree_on_may_not_write(table: Variable
             jax.vmap(fn)(jnp.arange(3.0))
     dflow.jit(lambda flag: jax.vmap(lambda x: (branching(flag), x)[1])(jnp.arange(3.0)))(jnp.float32(1))
     np.testing.assert_array_equal(table.read(), TABLE + ROWS)
+
+
+def test_reads_in_a_loop_that_each_element_leaves_by_itself_are_fine(table: Variable) -> None:
+    def loops(limit: Any, x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c[0] < limit()[1], lambda c: c + limit(), x)
+
+    start = np.arange(12, dtype=np.float32).reshape(2, 3, 2) - 6
+    batched = jax.vmap(jax.vmap(lambda x: loops(lambda: table.read()[1], x)))
+    want = jax.vmap(jax.vmap(lambda x: loops(lambda: TABLE[1], x)))(start)
+    traced = trace(batched, (start,), {})
+    np.testing.assert_array_equal(dflow.jit(batched)(start), want)
+    np.testing.assert_array_equal(interpret(traced.graph, [*traced.constants, start], {"table": TABLE})[0][0], want)

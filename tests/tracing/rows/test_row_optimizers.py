@@ -72,27 +72,6 @@ def test_an_optimizer_does_what_optax_does(name: str, table: Variable, scale: Va
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(table: Variable) -> None:
-    transformation = optax.apply_if_finite(optax.adagrad(0.1), 2)
-    optimizer = dflow.Optimizer(transformation, [table])
-
-    @dflow.jit
-    def step(ids: Any, factor: Any) -> None:
-        optimizer.apply(dflow.grad(lambda: loss_of(table, ids) * factor, [table])())
-
-    values = [TABLE]
-    state = transformation.init(values)
-    for factor in (1.0, np.nan, np.inf, 2.0):
-        assert grown(step, IDS, factor) == []
-        step(IDS, factor)
-        gradient = jax.grad(lambda v, factor=factor: loss_of(v, IDS) * factor)(values[0])
-        updates, state = transformation.update([gradient], state, values)
-        values = [optax.apply_updates(values, updates)[0]]
-        np.testing.assert_allclose(table.read(), values[0], rtol=1e-5)
-    for got, wanted in zip(jax.tree.leaves(dflow.read(optimizer.slots)), jax.tree.leaves(state), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5)
-
-
 #: Branches over a gradient, a gradient of other rows, the table and a slot; each gives an update and a new slot.
 BRANCHES: dict[str, tuple[bool, Callable[[Any, Any, Any, Any], Any]]] = {
     "one of two": (True, lambda g, h, t, s: (g, s)),

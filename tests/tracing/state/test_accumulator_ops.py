@@ -31,7 +31,6 @@ GRAPH = f"""graph(%g: {TYPE}, %x: f32[], %i: i32[3], %r: f32[3,1]) {{
 
 
 def run(graph: str, indices: list[int]) -> tuple[list[Any], AccumulatorModel]:
-    """Run the graph; return its results and the final state."""
     parsed = parse(graph)
     held: Any = parsed.refs[0].type
     model = AccumulatorModel(held, AccumulatorSettings(Reduction.MEAN))

@@ -138,15 +138,3 @@ def test_on_a_cluster_names_have_the_prefix_and_a_reset_drops_what_other_tasks_h
             with pytest.raises(VariableError, match=f"variable '{variable.name}' is gone: container 'run1' was reset"):
                 variable.read()
         worker.close()
-
-
-def test_the_names_of_a_reset_container_may_be_used_with_other_types() -> None:
-    """As by a cell of a notebook that is run again; functions of the old variables still exist."""
-    for width in (2, 3):
-        if "cell" in dflow.containers():
-            dflow.reset_container("cell")
-        with dflow.container("cell"):
-            kernel = dflow.Variable(jnp.ones(width), name="kernel")
-        before = dflow.jit(lambda x, kernel=kernel: x + kernel)
-        assert before(1.0).shape == kernel.shape == (width,)
-    dflow.reset_container("cell")

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 
@@ -18,31 +17,11 @@ from dflow.tracing.jaxprs.attributes import Body, evaluate, normal, restored
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.syntax.text import marked, parse, text
 from tests.effort import examples
-from tests.graphs_ import Case, cases, graphs
+from tests.graphs_ import graphs
 from tests.reference.interpret import interpret
 
 X = jnp.arange(20.0).reshape(4, 5) / 7 - 1
 IMAGE = jnp.arange(128.0).reshape(1, 8, 8, 2) / 100
-
-
-def mlp(params: Any, x: Any) -> Any:
-    for w, b in params[:-1]:
-        x = jax.nn.gelu(x @ w + b)
-    w, b = params[-1]
-    return x @ w + b
-
-
-def mlp_gradient(x: Any) -> Any:
-    params = [(jnp.ones((5, 4)) / 3, jnp.zeros(4)), (jnp.ones((4, 2)) / 5, jnp.ones(2))]
-    return jax.grad(lambda p: optax.softmax_cross_entropy_with_integer_labels(mlp(p, x), jnp.arange(4) % 2).mean())(
-        params
-    )
-
-
-def adam_step(x: Any) -> Any:
-    optimizer = optax.adam(1e-2)
-    updates, _ = optimizer.update(jnp.cos(x), optimizer.init(x))
-    return optax.apply_updates(x, updates)
 
 
 @jax.custom_vjp
@@ -57,7 +36,6 @@ TABLE = np.arange(5, dtype=np.float32)
 #: Functions whose graphs are also run after parsing.
 RUNNING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "relu": (jax.nn.relu, (X,)),
-    "gelu": (jax.nn.gelu, (X,)),
     "conv": (
         lambda x: jax.lax.conv_general_dilated(
             x, jnp.ones((3, 3, 2, 4)), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -66,7 +44,6 @@ RUNNING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "gather with a fill": (lambda x, i: x.at[i].get(mode="fill", fill_value=7.0), (X, np.array([2, 9]))),
     "scatter add": (lambda x, i: x.at[i].add(0.5), (X, np.array([2, 2]))),
-    "sort": (jnp.sort, (X,)),
     "scan": (lambda x: jax.lax.scan(lambda c, a: (c + a * 0.5, c * a), x[0], x), (X,)),
     "scan in a scan": (
         lambda x: jax.lax.scan(lambda c, a: (jax.lax.scan(lambda d, b: (d + b, None), c, a)[0], c), 0.0, x),
@@ -79,20 +56,13 @@ RUNNING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "custom vjp": (clipped, (X,)),
     "gradient of a custom vjp": (jax.grad(lambda x: clipped(x).sum()), (X,)),
     "remat": (jax.grad(jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)).sum())), (X,)),
-    "associative scan": (lambda x: jax.lax.associative_scan(jnp.multiply, x), (X,)),
-    "random normal": (lambda key: jax.random.normal(key, (3,)), (jax.random.PRNGKey(1),)),
     "random permutation": (lambda x: jax.random.permutation(jax.random.key(1), x), (X,)),
     "dot in bf16": (lambda x: jnp.dot(x.astype(jnp.bfloat16), x.T, preferred_element_type=jnp.float32), (X,)),
     "fft": (lambda x: jnp.abs(jnp.fft.fft(x)), (X,)),
-    "dynamic slice": (lambda x, i: jax.lax.dynamic_slice(x, (i, 0), (2, 2)), (X, 1)),
-    "top k": (lambda x: jax.lax.top_k(x, 2), (X,)),
     "gradient of a max pool": (
         jax.grad(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "SAME").sum()),
         (X,),
     ),
-    "cholesky": (lambda x: jnp.linalg.cholesky(x @ x.T + 9 * jnp.eye(4)), (X,)),
-    "adam step": (adam_step, (X,)),
-    "mlp gradient": (mlp_gradient, (X,)),
     "int4": (lambda x: x.astype(jnp.int4) + jnp.int4(3), (X,)),
 }
 
@@ -152,7 +122,7 @@ def test_a_graph_read_back_binds_to_what_the_function_gives(name: str) -> None:
     assert_gives(jax.jit(lambda *inputs: evaluate(body, inputs))(*traced.constants, *arguments), name)
 
 
-@pytest.mark.parametrize("name", sorted({*CONTROL} - {"associative scan"}))
+@pytest.mark.parametrize("name", CONTROL)
 def test_a_graph_runs_node_by_node_to_what_the_function_gives(name: str) -> None:
     fn, arguments = RUNNING[name]
     traced = trace(fn, arguments, {})
@@ -166,16 +136,6 @@ def test_any_graph_reads_back_to_the_same_text(graph: Graph) -> None:
     printed = text(graph)
     assert text(parse(printed)) == printed
     assert text(parse(text(graph, locs=False))) == text(graph, locs=False)
-
-
-@given(cases(["ps:0", "ps:1"]))
-@settings(max_examples=examples(6))
-def test_the_graph_of_a_program_reads_back_and_runs_the_same(case: Case) -> None:
-    printed = text(case.graph)
-    again = parse(printed)
-    assert text(again) == printed
-    one, other = (interpret(graph, case.inputs, case.state) for graph in (case.graph, again))
-    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def test_a_graph_read_back_says_which_attribute_keeps_it_from_running() -> None:
