@@ -107,8 +107,9 @@ def connect(
         if collectives:
             joined.part(Collectives).start()
         served_at = read(METRICS_VARIABLE) if metrics_port is None else metrics_port
-        if served_at != "":
-            _serve_metrics(joined, served_at)
+        if served_at != "":  # the address is printed as task servers do: the port may be any free one
+            where, name = joined.serve_metrics(served_at), short_task_name(joined.task)
+            print(f"dflow task {name}: metrics are served at {where}", file=sys.stderr, flush=True)
     except BaseException:
         joined.close()
         raise
@@ -119,12 +120,6 @@ def connect(
     if sidecars is not None:
         sidecars.stay_in_touch(transport)
     return joined
-
-
-def _serve_metrics(joined: Cluster, address: int | str) -> None:
-    """Serve the task's metrics, and print the address as task servers do: the port may be any free one."""
-    where = joined.serve_metrics(address)
-    print(f"dflow task {short_task_name(joined.task)}: metrics are served at {where}", file=sys.stderr, flush=True)
 
 
 @contextmanager

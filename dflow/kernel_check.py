@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -84,18 +85,17 @@ def check_kernel(
     plain, backward = call.choice, call.choice.backward()
     checked = []
     for platform, made in sorted(plain.by_platform.items()):
-        judge = _Judge(kernel.name, platform, made, rtol, atol)
-        own = backward.by_platform.get(platform)
         how, call_by = _way_to_run(platform, made, leaves)
         if call_by is None:
             checked.append(Checked(platform, made.label, how))
             continue
-        values = judge.compare(plain.plain, made, call_by, leaves, results)
+        compared = partial(_compared, kernel.name, platform, made, rtol, atol)
+        values = compared(results, call_by(made, *leaves), call_by(plain.plain, *leaves))
         gradients = None
-        if own is not None:
+        if (own := backward.by_platform.get(platform)) is not None:
             moved = [f"gradient by {operands[position]}" for position in floating(leaves)]
             given = [*leaves, *_cotangents(call.choice.types([jax.typeof(leaf) for leaf in leaves]))]
-            gradients = judge.compare(backward.plain, own, call_by, given, moved)
+            gradients = compared(moved, call_by(own, *given), call_by(backward.plain, *given))
         checked.append(Checked(platform, made.label, how, values, gradients))
     return KernelCheck(kernel.name, ", ".join(str(array_type_of(leaf)) for leaf in leaves), tuple(checked))
 
@@ -121,54 +121,52 @@ def _way_to_run(
     return "interpreted", lambda fn, *operands: jax_jit(_interpreted(fn, operands))(*operands)
 
 
-@dataclass(frozen=True)
-class _Judge:
-    """Compares the numbers of an implementation with those of the plain function."""
+def _compared(
+    kernel: str,
+    platform: str,
+    made: Implementation,
+    rtol: float | None,
+    atol: float | None,
+    names: Sequence[str],
+    got: Sequence[Any],
+    wanted: Sequence[Any],
+) -> float:
+    """Return the largest difference between results and those of the plain function.
 
-    name: str
-    platform: str
-    made: Implementation
-    rtol: float | None
-    atol: float | None
+    Raises KernelError, which names `made` and the result, if one is too large.
+    """
+    worst = 0.0
+    for name, one, other in zip(names, map(_numbers, got), map(_numbers, wanted), strict=True):
+        apart, allowed = _distances(one, other, rtol, atol)
+        if not np.all(apart <= allowed):
+            where = np.unravel_index(np.argmax(apart - allowed), apart.shape)
+            index = f"[{', '.join(str(int(position)) for position in where)}]" if where else ""
+            raise KernelError(
+                f"kernel {kernel!r}: {name}{index} is {one[where]} by {made.label}, for {platform}, and "
+                f"{other[where]} by the plain function",
+                f"{int(np.sum(apart > allowed))} of {apart.size} numbers are too far apart, this by {apart[where]:.3g} "
+                f"where {allowed[where]:.2g} is allowed"
+                "\n  correct the implementation, or allow more with rtol= and atol=",
+                at=made.loc,
+            )
+        worst = max(worst, float(apart.max(initial=0.0)))
+    return worst
 
-    def compare(
-        self,
-        plain: Implementation,
-        made: Implementation,
-        call: Callable[..., Sequence[Any]],
-        operands: Sequence[Any],
-        names: Sequence[str],
-    ) -> float:
-        """Return the largest difference between the two functions' results. Raises KernelError if one is too large."""
-        worst = 0.0
-        for name, got, wanted in zip(names, call(made, *operands), call(plain, *operands), strict=True):
-            worst = max(worst, self._distance(name, _numbers(got), _numbers(wanted)))
-        return worst
 
-    def _distance(self, name: str, got: Any, wanted: Any) -> float:
-        rtol, atol = (_usual(wanted.dtype) if given is None else given for given in (self.rtol, self.atol))
-        if not jnp.issubdtype(wanted.dtype, jnp.inexact):
-            rtol = atol = 0.0
-        wide, expected = _wide(got), _wide(wanted)
-        same = (got == wanted) | (np.isnan(wide) & np.isnan(expected))
-        with np.errstate(invalid="ignore"):  # inf - inf, which is handled below
-            apart = np.where(same, 0.0, np.abs(wide - expected))
-        apart = np.where(np.isnan(apart), np.inf, apart)
-        allowed = atol + rtol * np.where(np.isfinite(expected), np.abs(expected), 0.0)
-        # float64 cannot hold all 64-bit integers: values that differ but convert to equal floats must not pass.
-        apart = np.where(~same & (apart == 0.0), np.finfo(np.float64).tiny, apart)
-        if np.all(apart <= allowed):
-            return float(apart.max(initial=0.0))
-        where = np.unravel_index(np.argmax(apart - allowed), apart.shape)
-        index = f"[{', '.join(str(int(position)) for position in where)}]" if where else ""
-        raise KernelError(
-            f"kernel {self.name!r}: {name}{index} is {got[where]} by {self.made.label}, for {self.platform}, and "
-            f"{wanted[where]} by the plain function",
-            f"{int(np.sum(apart > allowed))} of {apart.size} numbers are too far apart, this by {apart[where]:.3g} "
-            f"where {allowed[where]:.2g} is allowed"
-            "\n  correct the implementation, or allow more with rtol= and atol=",
-            at=self.made.loc,
-        )
+def _distances(got: Any, wanted: Any, rtol: float | None, atol: float | None) -> tuple[Any, Any]:
+    """Return the differences of two arrays, and how large each may be."""
+    rtol, atol = (_usual(wanted.dtype) if given is None else given for given in (rtol, atol))
+    if not jnp.issubdtype(wanted.dtype, jnp.inexact):
+        rtol = atol = 0.0
+    wide, expected = _wide(got), _wide(wanted)
+    same = (got == wanted) | (np.isnan(wide) & np.isnan(expected))
+    with np.errstate(invalid="ignore"):  # inf - inf, which is handled below
+        apart = np.where(same, 0.0, np.abs(wide - expected))
+    apart = np.where(np.isnan(apart), np.inf, apart)
+    allowed = atol + rtol * np.where(np.isfinite(expected), np.abs(expected), 0.0)
+    # float64 cannot hold all 64-bit integers: values that differ but convert to equal floats must not pass.
+    apart = np.where(~same & (apart == 0.0), np.finfo(np.float64).tiny, apart)
+    return apart, allowed
 
 
 def _numbers(value: Any) -> Any:
@@ -177,7 +175,6 @@ def _numbers(value: Any) -> Any:
 
 
 def _usual(dtype: Any) -> float:
-    """Return the default tolerance of a dtype, by the size of its real numbers."""
     return _TOLERANCES[dtype.itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)]
 
 

@@ -1,6 +1,6 @@
 """The backends by which `dflow launch` can start a cluster, each with its options of the command line.
 
-To add one, write its `LaunchTarget` in `distributed/launching/` and add a `LaunchBackend` to `BACKENDS`.
+To add one, write its `LaunchTarget` in `distributed/launching/` and add its two functions to `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from dflow.cli.command import at_least_one, checked, count
@@ -23,17 +22,10 @@ from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.tracing.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class LaunchBackend:
-    """A backend of `dflow launch --on NAME`.
-
-    `add_options`  adds the options that only this backend takes; their default is None
-    `target`       returns the target, and a note for the user that may be empty. Raises ConfigError
-    """
-
-    add_options: Callable[[argparse.ArgumentParser], None]
-    target: Callable[[LaunchPlan, argparse.Namespace, SecurityPolicy], tuple[LaunchTarget, str]]
+#: Adds the options that only one backend takes; their default is None.
+AddOptions = Callable[[argparse.ArgumentParser], None]
+#: Returns the target of a launch, and a note for the user that may be empty. Raises ConfigError.
+MakeTarget = Callable[[LaunchPlan, argparse.Namespace, SecurityPolicy], tuple[LaunchTarget, str]]
 
 
 def add_backends(parser: argparse.ArgumentParser) -> None:
@@ -45,23 +37,19 @@ def add_backends(parser: argparse.ArgumentParser) -> None:
         help="this machine (default); the Ray cluster that RAY_ADDRESS names or that runs here, as actors; or the "
         "hosts of a file, by ssh",
     )
-    for backend in BACKENDS.values():
-        backend.add_options(parser)
+    for add_options, _ in BACKENDS.values():
+        add_options(parser)
 
 
-def backend_of(options: argparse.Namespace) -> LaunchBackend:
-    """Return the backend that `--on` names. Raises ConfigError for an option of another backend."""
-    for name, other in BACKENDS.items():
-        for option in _options_of(other) if name != options.on else ():
+def backend_of(options: argparse.Namespace) -> MakeTarget:
+    """Return what makes the target that `--on` names. Raises ConfigError for an option of another backend."""
+    for name, (add_options, _) in BACKENDS.items():
+        parser = argparse.ArgumentParser(add_help=False)
+        add_options(parser)
+        for option in vars(parser.parse_args([])) if name != options.on else ():
             if getattr(options, option) is not None:
                 raise ConfigError(f"--{option.replace('_', '-')} is for --on {name}, got --on {options.on}")
-    return BACKENDS[options.on]
-
-
-def _options_of(backend: LaunchBackend) -> list[str]:
-    parser = argparse.ArgumentParser(add_help=False)
-    backend.add_options(parser)
-    return list(vars(parser.parse_args([])))
+    return BACKENDS[options.on][1]
 
 
 def _machine_options(parser: argparse.ArgumentParser) -> None:
@@ -145,8 +133,8 @@ THIS_MACHINE = "this-machine"
 RAY = "ray"
 SSH = "ssh"
 
-BACKENDS = {
-    THIS_MACHINE: LaunchBackend(_machine_options, _this_machine),
-    RAY: LaunchBackend(_ray_options, _on_ray),
-    SSH: LaunchBackend(_ssh_options, _on_ssh),
+BACKENDS: dict[str, tuple[AddOptions, MakeTarget]] = {
+    THIS_MACHINE: (_machine_options, _this_machine),
+    RAY: (_ray_options, _on_ray),
+    SSH: (_ssh_options, _on_ssh),
 }

@@ -108,7 +108,7 @@ def _launch(options: argparse.Namespace) -> int:
     kept = None
     try:
         plan = _launch_plan(options)
-        backend = backend_of(options)
+        make_target = backend_of(options)
         security = choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
         if plan.dashboard:
             require_dashboard(plan.dashboard, security)
@@ -116,7 +116,7 @@ def _launch(options: argparse.Namespace) -> int:
             from dflow.distributed.launching.launch_state import LaunchState
 
             kept = LaunchState(options.snapshots.resolve(), options.script, plan.stock)
-        target, note = backend.target(plan, options, security)
+        target, note = make_target(plan, options, security)
     except DflowError as error:
         if kept is not None:
             kept.close()

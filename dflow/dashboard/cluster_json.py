@@ -13,11 +13,11 @@ from typing import Any
 from msgspec.structs import asdict
 
 from dflow.dashboard.history import SeriesName, finite
-from dflow.dashboard.looks import Condition, Look, PartUse, condition, largest_first, part_use, stragglers, type_text
+from dflow.dashboard.looks import Condition, Look, condition, largest_first, part_use, stragglers, type_text
 from dflow.dashboard.observing import live_tasks
 from dflow.dashboard.traffic import grouped_traffic, recent_traffic
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
-from dflow.distributed.wire.messages.observing import TaskState
+from dflow.distributed.wire.messages.observing import TaskState, TaskUsage
 from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.distributed.wire.messages.status import Status, TaskHealth, WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
@@ -188,7 +188,7 @@ def _rate(earlier: TaskState | None, state: TaskState, count: str, took_s: float
     return float(max(getattr(state, count) - getattr(earlier, count), 0) / took_s)
 
 
-def _use(use: PartUse | None, took_s: float) -> Data:
+def _use(use: tuple[int, TaskUsage] | None, took_s: float) -> Data:
     """Return what the task used: per s, and per part that ended."""
     if use is None or took_s <= 0:
         return dict.fromkeys(_USE)

@@ -72,7 +72,7 @@ class ClusterWatch:
         while not self._closing.wait(self._every_s):
             is_told, self._is_told = self._is_told, False
             if not is_told:
-                self._on_updates([PageUpdate("state", self.state())])
+                self._on_updates([("state", self.state())])
 
     def _watch(self) -> None:
         observer: ClusterObserver | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from dflow.dashboard.cluster_json import cluster_json, curve_values, is_over, result_values
 from dflow.dashboard.history import History, SeriesName
@@ -26,13 +26,8 @@ ENDED = "the run has ended; its last state is shown"
 _OF_MEMBERS = ("joined", "restarted", "left", "finished")
 
 Data = dict[str, Any]
-
-
-class PageUpdate(NamedTuple):
-    """JSON data for all pages; `name` is state, points or news."""
-
-    name: str
-    data: Data
+#: JSON data for all pages, after its name: state, points, news or timeline.
+PageUpdate = tuple[str, Data]
 
 
 class DashboardRecord:
@@ -96,7 +91,7 @@ class DashboardRecord:
     def _points(self, at_s: float, step: int, values: Mapping[SeriesName, float]) -> PageUpdate:
         """Add points to the curves, after this number of steps."""
         kept = self.history.add(at_s, step, values)
-        return PageUpdate("points", {"run": self._run(), "at_s": at_s, "step": step, "values": kept})
+        return "points", {"run": self._run(), "at_s": at_s, "step": step, "values": kept}
 
     def failed(self, why: str, *, now_s: float) -> list[PageUpdate]:
         """Record that no look could be taken at the time `now_s` of any clock that does not go back."""
@@ -169,8 +164,7 @@ class DashboardRecord:
         return event
 
     def _told(self, news: Collection[Data]) -> list[PageUpdate]:
-        updates = [PageUpdate("news", {"events": [*news]})] if news else []
-        return [PageUpdate("state", self.state()), *updates]
+        return [("state", self.state()), *([("news", {"events": [*news]})] if news else [])]
 
 
 def _new_results(before: Status | None, now: Status) -> list[str]:

@@ -107,15 +107,11 @@ def condition(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float
     return Condition("live", "ok", "live")
 
 
-class PartUse(NamedTuple):
-    """What a task used between two of its states, in which `parts` of its parts of steps ended."""
+def part_use(before: TaskState | None, now: TaskState | None) -> tuple[int, TaskUsage] | None:
+    """Return the number of parts of steps that a task ended between two of its states, and what it used.
 
-    parts: int
-    used: TaskUsage
-
-
-def part_use(before: TaskState | None, now: TaskState | None) -> PartUse | None:
-    """Return the use between two states; None if one has no usage, or the task was started again in between."""
+    None if a state has no usage, or the task was started again in between.
+    """
     if before is None or now is None or before.usage is None or now.usage is None:
         return None
     parts = now.parts - before.parts
@@ -123,7 +119,7 @@ def part_use(before: TaskState | None, now: TaskState | None) -> PartUse | None:
     if parts < 0 or used.wakeups < 0:
         return None
     # The time of Python's threads is a difference of two clocks, so it may seem to go back a little.
-    return PartUse(parts, replace(used, python_s=max(used.python_s, 0.0)))
+    return parts, replace(used, python_s=max(used.python_s, 0.0))
 
 
 def steps_worked(status: Status) -> int:

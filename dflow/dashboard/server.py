@@ -74,9 +74,7 @@ class Dashboard:
     ) -> None:
         self._transport, self._coordinator, self._every_s = transport, coordinator, every_s
         self.streams = Streams(self._first, most_pages)
-        self.timeline = LastTimeline(
-            transport, coordinator, lambda data: self.streams.publish([PageUpdate("timeline", data)])
-        )
+        self.timeline = LastTimeline(transport, coordinator, lambda data: self.streams.publish([("timeline", data)]))
         self._functions = FunctionRequests(transport, coordinator)
         #: Answers requests that ask no task, so that they do not wait for a thread that waits for one.
         self._quick = ThreadPoolExecutor(2, "dflow dashboard state")
@@ -103,7 +101,7 @@ class Dashboard:
             routes=routes,
             middleware=[
                 Middleware(AccessChecks, names=names, token=token, cookie=cookie, is_secure=is_secure),
-                Middleware(_RequestLimit),
+                Middleware(_limited),
             ],
             exception_handlers={HTTPException: _http_error, Exception: _fault},
             lifespan=self._lifespan,
@@ -123,10 +121,10 @@ class Dashboard:
 
     def _publish(self, updates: Sequence[PageUpdate]) -> None:
         pages = {"pages": self.streams.pages}
-        self.streams.publish([PageUpdate(one, data | pages if one == "state" else data) for one, data in updates])
+        self.streams.publish([(name, data | pages if name == "state" else data) for name, data in updates])
 
     def _first(self) -> list[PageUpdate]:
-        return [PageUpdate("state", self._state()), PageUpdate("timeline", self.timeline.json())]
+        return [("state", self._state()), ("timeline", self.timeline.json())]
 
     def _state(self) -> Data:
         return self._watch.state() | {"pages": self.streams.pages}
@@ -201,24 +199,28 @@ class Dashboard:
         return FileResponse(path, media_type="application/json", filename="trace.json")
 
 
-class _RequestLimit:
-    """Answers requests beyond `MOST_REQUESTS` at a time with an error; streams have a limit of their own."""
+def _limited(app: ASGIApp) -> ASGIApp:
+    """Return the application, with an error for requests beyond `MOST_REQUESTS` at a time.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app, self._running = app, 0
+    Streams have a limit of their own.
+    """
+    running = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal running
         if scope["type"] != "http" or scope["path"].endswith("/api/stream"):
-            await self._app(scope, receive, send)
-        elif self._running >= MOST_REQUESTS:
+            await app(scope, receive, send)
+        elif running >= MOST_REQUESTS:
             text = f"requests: expected at most {MOST_REQUESTS} at a time, got one more"
             await json_error(503, text, "ask again later", {"retry-after": "1"})(scope, receive, send)
         else:
-            self._running += 1
+            running += 1
             try:
-                await self._app(scope, receive, send)
+                await app(scope, receive, send)
             finally:
-                self._running -= 1
+                running -= 1
+
+    return limited
 
 
 def _json(data: Data, status: int = 200) -> Response:

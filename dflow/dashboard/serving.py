@@ -22,7 +22,7 @@ from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.serving.http_connection import HttpLimits
-from dflow.serving.http_server import HttpServer
+from dflow.serving.http_server import HttpServer, bound_socket
 
 #: Longest waits for the server to start and to end, in s.
 START_S, END_S = 30.0, 5.0
@@ -56,7 +56,7 @@ class DashboardServer:
         listens = require_dashboard(place, security)
         context = None if listens.is_loopback else security.browser_context()
         token = "" if isinstance(security, SameMachine) else secrets.token_urlsafe(32)
-        self._socket = _listen(listens)
+        self._socket = bound_socket(listens, "the dashboard ", "port 0 is any free one")
         port = self._socket.getsockname()[1]
         names = {name.lower() for name in host_names}
         if not listens.is_loopback:
@@ -94,14 +94,6 @@ class DashboardServer:
         self._thread.join(END_S)
         self._socket.close()
         self._dashboard.close()
-
-
-def _listen(address: TcpAddress) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        return socket.create_server((address.host, address.port), family=family, backlog=128)
-    except OSError as error:
-        raise OSError(f"the dashboard cannot listen at {address}: {error.strerror}; port 0 is any free one") from error
 
 
 def _shown_host(address: TcpAddress) -> str:

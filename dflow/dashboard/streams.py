@@ -28,7 +28,8 @@ SEND_S, SILENT_S = 20.0, 15.0
 
 def encoded(update: PageUpdate) -> bytes:
     """Return an update as a server-sent event."""
-    return b"event: " + update.name.encode() + b"\ndata: " + msgspec.json.encode(update.data) + b"\n\n"
+    name, data = update
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class Streams:

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,31 +112,19 @@ def _tables(found: Trace) -> Data:
         {**asdict(row), "source": short_task_name(row.source), "destination": short_task_name(row.destination)}
         for row in found.message_times()
     ]
-    items = [{**asdict(row), "task": short_task_name(row.task)} for row in item_times(found.events)]
-    return {"took": took[:MOST_ROWS], "messages": messages[:MOST_ROWS], "items": items[:MOST_ROWS]}
+    items = item_times(found.events)[:MOST_ROWS]
+    return {"took": took[:MOST_ROWS], "messages": messages[:MOST_ROWS], "items": items}
 
 
-@dataclass(frozen=True)
-class ItemTime:
-    """Time of one item of a plan at a task, in the steps that have it.
+def item_times(events: Mapping[str, Sequence[Event]]) -> list[Data]:
+    """Return a row for each item of a plan at a task, by task, the longest first.
 
     `line`      the user's line with the file's path, or empty
     `kind`      Call for an XLA program, which may hold ops of further lines, and whose time ends when its results are
                 computed; Send; Recv, whose time is a wait; and so on
-    `per_step`  number of runs in a step
-    `mean_us`   mean time in a step, of all its runs, in us
+    `per_step`  mean number of runs in a step that has the item
+    `mean_us`   mean time of all its runs in such a step, in us
     """
-
-    task: str
-    line: str
-    name: str
-    kind: str
-    per_step: float
-    mean_us: float
-
-
-def item_times(events: Mapping[str, Sequence[Event]]) -> list[ItemTime]:
-    """Return the time of each item of a plan by task, the longest first."""
     total_ns: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
     runs: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
     steps: defaultdict[tuple[str, str, str, str], set[tuple[str, int]]] = defaultdict(set)
@@ -149,5 +137,10 @@ def item_times(events: Mapping[str, Sequence[Event]]) -> list[ItemTime]:
             total_ns[key] += max(ended.at_ns - began.at_ns, 0)
             runs[key] += 1
             steps[key].add((began.origin, began.step))
-    found = [ItemTime(*key, runs[key] / len(steps[key]), total_ns[key] / 1e3 / len(steps[key])) for key in total_ns]
-    return sorted(found, key=lambda item: (split_task_name(item.task), -item.mean_us))
+    rows = []
+    for key in sorted(total_ns, key=lambda key: (split_task_name(key[0]), -total_ns[key] / len(steps[key]))):
+        task, line, name, kind = key
+        row = {"task": short_task_name(task), "line": line, "name": name, "kind": kind}
+        count = len(steps[key])
+        rows.append(row | {"per_step": runs[key] / count, "mean_us": total_ns[key] / 1e3 / count})
+    return rows

@@ -97,8 +97,7 @@ class Batches:
             for batch in self._epoch(np.random.default_rng((self.seed, epoch))):
                 is_empty = False
                 yield batch
-            if is_empty:
-                # An empty epoch ends the iteration: with `epochs=None` the loop would never yield or return.
+            if is_empty:  # with `epochs=None` the loop would never yield or return
                 return
 
     def __getitem__(self, number: int) -> Any:
@@ -140,21 +139,21 @@ class Batches:
         return len(self.data) if self._columns is None else self._columns.count
 
     def _in_epoch(self, count: int) -> int:
-        """Return the number of batches of `count` elements."""
         return count // self.size if self.drop_remainder else -(-count // self.size)
 
     def _epoch(self, random: np.random.Generator) -> Iterator[Any]:
         if self._columns is None:
             elements = self._elements(self._order(random)) if self.shuffle is True else iter(self.data)
-            if self.shuffle is not False and self.shuffle is not True:
+            if not isinstance(self.shuffle, bool):
                 elements = _drawn(map(_own, elements), int(self.shuffle), random)
             yield from self._stacked(elements)
             return
-        order: Iterable[int] = self._order(random)
-        if self.shuffle is not True and self.shuffle is not False:
+        order: Iterator[int] = iter(self._order(random))
+        if not isinstance(self.shuffle, bool):
             order = _drawn(order, self.shuffle, random)
-        for group in self._grouped(iter(order)):
-            yield self._rows(np.asarray(group))
+        while group := list(itertools.islice(order, self.size)):
+            if len(group) == self.size or not self.drop_remainder:
+                yield self._rows(np.asarray(group))
 
     def _order(self, random: np.random.Generator) -> Any:
         """Return the order of the rows in an epoch, but for that of a buffer."""
@@ -171,16 +170,9 @@ class Batches:
 
     def _stacked(self, elements: Iterator[Any]) -> Iterator[Any]:
         for first in elements:
-            rows = _Rows(first, self.size)
-            for element in itertools.islice(elements, self.size - 1):
-                rows.add(element)
-            if rows.count == self.size or not self.drop_remainder:
-                yield rows.batch()
-
-    def _grouped(self, elements: Iterator[int]) -> Iterator[list[int]]:
-        while group := list(itertools.islice(elements, self.size)):
-            if len(group) == self.size or not self.drop_remainder:
-                yield group
+            count, batch = _filled(first, itertools.islice(elements, self.size - 1), self.size)
+            if count == self.size or not self.drop_remainder:
+                yield batch
 
 
 def _drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> Iterator[Any]:
@@ -196,27 +188,27 @@ def _drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> I
     yield from (buffer[position] for position in random.permutation(len(buffer)))
 
 
-class _Rows:
-    """A batch being filled. Each element is copied in before the next is taken, which may reuse its memory."""
+def _filled(first: Any, others: Iterable[Any], size: int) -> tuple[int, Any]:
+    """Return the number of elements, at most `size`, and them stacked along a new first axis.
 
-    def __init__(self, first: Any, size: int) -> None:
-        leaves, tree = jax.tree_util.tree_flatten(first)
-        self._tree: Any = tree
-        self._columns = [
-            np.empty((min(size, max(1, _AT_ONCE_BYTES // max(1, row.nbytes))), *row.shape), row.dtype)
-            for row in map(as_array, leaves)
-        ]
-        self.count = 0
-        self.add(first)
-
-    def add(self, element: Any) -> None:
-        """Copy an element in. Raises InputError if its structure or shapes differ from those of the first."""
+    Each element is copied before the next is taken, which may reuse its memory. Raises InputError if its structure or
+    shapes differ from those of the first.
+    """
+    leaves: list[Any]
+    tree: Any
+    leaves, tree = jax.tree_util.tree_flatten(first)
+    columns = [
+        np.empty((min(size, max(1, _AT_ONCE_BYTES // max(1, row.nbytes))), *row.shape), row.dtype)
+        for row in map(as_array, leaves)
+    ]
+    count = 0
+    for element in itertools.chain([first], others):
         try:
-            leaves = self._tree.flatten_up_to(element)
+            leaves = tree.flatten_up_to(element)
         except ValueError as error:
             raise InputError(f"an element differs from the first of its batch: {error}", at=caller()) from None
         for position, leaf in enumerate(leaves):
-            row, column = as_array(leaf), self._columns[position]
+            row, column = as_array(leaf), columns[position]
             if row.shape != column.shape[1:]:
                 raise InputError(
                     f"an element has an array of the shape {row.shape} where the first of its batch has "
@@ -224,15 +216,12 @@ class _Rows:
                     "pad them to one shape, or feed them to a PaddingFIFOQueue",
                 )
             if row.dtype != column.dtype:
-                column = self._columns[position] = column.astype(np.result_type(column.dtype, row.dtype))
-            if self.count == len(column):
-                column = self._columns[position] = np.concatenate([column, np.empty_like(column)])
-            column[self.count, ...] = row  # else an object array without axes would be kept as such
-        self.count += 1
-
-    def batch(self) -> Any:
-        """Return the collected elements, stacked along a new first axis."""
-        return self._tree.unflatten([column[: self.count] for column in self._columns])
+                column = columns[position] = column.astype(np.result_type(column.dtype, row.dtype))
+            if count == len(column):
+                column = columns[position] = np.concatenate([column, np.empty_like(column)])
+            column[count, ...] = row  # else an object array without axes would be kept as such
+        count += 1
+    return count, tree.unflatten([column[:count] for column in columns])
 
 
 def _own(element: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,10 +47,11 @@ def columns_of(data: Any, path: tuple[Any, ...] = ()) -> Columns | None:
     if not _has_columns(data):
         _refuse_listed(data)
         return None
-    found = _Containers().columns(data, path)
-    if found.counts and len(set(found.counts.values())) > 1 and found.has_lists:
-        found = _Containers(lists_are_columns=True).columns(data, path)
-    counts = found.counts
+    counts: dict[str, int] = {}
+    arranged, has_lists = _arranged(data, path, counts, lists_are_columns=False)
+    if has_lists and len(set(counts.values())) > 1:
+        counts.clear()
+        arranged, _ = _arranged(data, path, counts, lists_are_columns=True)
     if not counts:
         raise InputError(f"batches: expected columns, got a {type(data).__name__} without any", _REMEDY, at=caller())
     if len(set(counts.values())) > 1:
@@ -60,7 +61,8 @@ def columns_of(data: Any, path: tuple[Any, ...] = ()) -> Columns | None:
             "cut them to one length, or leave out the values that are not columns",
             at=caller(),
         )
-    return Columns(found.tree, found.values, next(iter(counts.values())))
+    values, tree = jax.tree_util.tree_flatten(arranged)
+    return Columns(tree, values, next(iter(counts.values())))
 
 
 def _has_columns(data: Any) -> bool:
@@ -95,54 +97,38 @@ def _parts_of_node(value: Any) -> list[Any] | None:
     return None if len(parts) == 1 and parts[0] is value else parts
 
 
-class _Containers:
-    """The containers of data, and the columns found in them.
+def _arranged(data: Any, path: tuple[Any, ...], counts: dict[str, int], *, lists_are_columns: bool) -> tuple[Any, bool]:
+    """Return the containers of data with its columns converted, and whether a list could be one of columns, or of rows.
 
-    A list of arrays within a container is itself one, unless `lists_are_columns`: then each is a row.
+    A list of arrays within a container is itself one, unless `lists_are_columns`: then each is a row. The number of
+    rows of each column is added to `counts`, by its name for messages.
     """
+    has_lists = False
 
-    def __init__(self, *, lists_are_columns: bool = False) -> None:
-        self._lists_are_columns = lists_are_columns
-        self.has_lists = False
-        self.counts: dict[str, int] = {}
-        self.values: list[Any] = []
-        self.tree: Any = None
-
-    def columns(self, data: Any, path: tuple[Any, ...]) -> Self:
-        """Find the columns of data, in the order of JAX's leaves."""
-        leaves, self.tree = jax.tree_util.tree_flatten(self._structure(data, path))
-        self.values = [leaf.values for leaf in leaves]
-        return self
-
-    def _structure(self, data: Any, path: tuple[Any, ...]) -> Any:
-        """Return the containers of data with a `_Leaf` for each column."""
+    def arranged(data: Any, path: tuple[Any, ...]) -> Any:
+        nonlocal has_lists
         if is_table(data) or _is_records(data):
-            made = {key: self._structure(value, (*path, key)) for key, value in _named_entries(data, path).items()}
+            made = {key: arranged(value, (*path, key)) for key, value in _named_entries(data, path).items()}
             return OrderedDict(made) if isinstance(data, OrderedDict) else made
         is_list = isinstance(data, list) and bool(path) and all(map(is_array, data)) and _is_listed(data)
-        self.has_lists = self.has_lists or is_list
-        if isinstance(data, tuple) or (is_list and not self._lists_are_columns):
-            parts = [self._structure(entry, (*path, position)) for position, entry in enumerate(data)]
+        has_lists = has_lists or is_list
+        if isinstance(data, tuple) or (is_list and not lists_are_columns):
+            parts = [arranged(entry, (*path, position)) for position, entry in enumerate(data)]
             return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
         if not is_column(data):
             if _parts_of_node(data) is None:
                 raise _no_column(data, path)
             return jax.tree_util.tree_map_with_path(
-                lambda key, part: self._structure(part, (*path, jax.tree_util.keystr(key, simple=True))),
+                lambda key, part: arranged(part, (*path, jax.tree_util.keystr(key, simple=True))),
                 data,
                 is_leaf=lambda one: one is not data,
             )
         name = _name(path)
         values = column_values(data, name)
-        self.counts[name] = len(values)
-        return _Leaf(values)
+        counts[name] = len(values)
+        return values
 
-
-@dataclass(frozen=True, eq=False)
-class _Leaf:
-    """A converted column, which JAX takes for a leaf."""
-
-    values: Any
+    return arranged(data, path), has_lists
 
 
 def _named_entries(table: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
@@ -225,7 +211,6 @@ def _no_column(value: Any, path: tuple[Any, ...]) -> InputError:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Return the name of a column for messages."""
     if not path:
         return "the data"
     return f"column {path[0]!r}" + "".join(f"[{key!r}]" for key in path[1:])

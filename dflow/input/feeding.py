@@ -325,7 +325,6 @@ def _stop_soon(feed: weakref.ref[Feed]) -> None:
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> list[threading.Thread]:
-    """Wait for the threads until the timeout; return those still alive."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))

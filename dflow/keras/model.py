@@ -207,7 +207,6 @@ class Model:
 
 
 def _plain(layer: Any) -> Any:
-    """A copy of a layer without dflow."""
     return layer.plain() if isinstance(layer, ShardedEmbedding) else type(layer).from_config(layer.get_config())
 
 

@@ -49,6 +49,8 @@ _MOST_SMALL = 1 << 16
 _AGAIN = {"Retry-After": "1"}
 #: The addresses in the answer to a request for an unknown path.
 _READ = "/v2/models/NAME, /v2/health/ready and /metrics"
+#: In the scope of an inference request: the name of the function that it calls, for the metrics.
+_NAME = "dflow.function"
 Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -160,33 +162,26 @@ class HttpApi:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _infer(self, request: Request) -> Response:
-        began, name, task = time.monotonic(), UNKNOWN, asyncio.current_task()
+        began, task = time.monotonic(), asyncio.current_task()
         self._bytes[task] = 0
         try:
-            name = self._found(request)[0].tensors.name
-            response = await self._inferred(request)
-        except RefusedRequest as refusal:
-            response = _refused(refusal)
-        except ClientDisconnect:
-            response = _refused(RefusedRequest(400, "the client left"))
+            response = await _answering(self._inferred)(request)
         except asyncio.CancelledError:
             if not self.is_stopping:
                 raise
             response = _refused(RefusedRequest(503, "the server stopped before the computation ended"))
-        except Exception:
-            response = _failed(request)
         finally:
             del self._bytes[task]
             self._arrived.discard(task)
         if self.is_stopping:
             response.headers["Connection"] = "close"
-        self._metrics.request(name, response.status_code, time.monotonic() - began)
+        self._metrics.request(request.scope.get(_NAME, UNKNOWN), response.status_code, time.monotonic() - began)
         return response
 
     async def _inferred(self, http: Request) -> Response:
+        http.scope[_NAME] = self._found(http)[0].tensors.name
         self._check_going_on()
         _check_no_web_page(http)
-        _check_no_query(http)
         self._check_room()
         began = time.monotonic()
         try:
@@ -308,15 +303,12 @@ def _names(model: ServedModel) -> str:
 
 
 def _current(model: ServedModel) -> ServedVersion:
-    """Return the version that is served. Raises RefusedRequest if none can be."""
     if model.current is None:
         raise RefusedRequest(503, f"model {model.name!r} is unavailable: {model.unavailable}")
     return model.current
 
 
 def _answering(handler: Handler) -> Handler:
-    """Return the handler, with a refusal as its answer."""
-
     async def answer(request: Request) -> Response:
         try:
             _check_no_query(request)
@@ -325,8 +317,9 @@ def _answering(handler: Handler) -> Handler:
             return _refused(refusal)
         except ClientDisconnect:
             return _refused(RefusedRequest(400, "the client left"))
-        except Exception:
-            return _failed(request)
+        except Exception:  # the answer does not show it
+            LOGGER.exception("%s %s failed", request.method, request.url.path)
+            return _refused(RefusedRequest(500, "the server failed; its log has the reason"))
 
     return answer
 
@@ -342,18 +335,14 @@ def _without_last_slash(app: ASGIApp) -> ASGIApp:
 
 
 def _checking_host(app: ASGIApp, names: Collection[str]) -> ASGIApp:
-    """Return the application, with requests for another host refused."""
-
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         answer, headers = app, Headers(scope=scope)
         # Probes of HTTP/1.0 name no host; a browser always does.
         has_none = "host" not in headers and scope["http_version"] == "1.0"
         if not has_none and not is_own_host(host := headers.get("host", ""), names):
             expected = ", ".join(sorted(names))
-            text = (
-                f"Host: expected an IP address or one of {expected}, got {host[:100]!r}; give --host-name for another"
-            )
-            answer = _refused(RefusedRequest(421, text))
+            text = f"Host: expected an IP address or one of {expected}, got {host[:100]!r}"
+            answer = _refused(RefusedRequest(421, f"{text}; give --host-name for another"))
         await answer(scope, receive, send)
 
     return checked
@@ -401,12 +390,6 @@ def _refused(refusal: RefusedRequest) -> Response:
 async def _run(size: int, fn: Callable[..., Result], *arguments: Any) -> Result:
     """Call a function that takes or makes `size` bytes: on this thread, or on another one above `_MOST_ON_LOOP`."""
     return fn(*arguments) if size <= _MOST_ON_LOOP else await asyncio.to_thread(fn, *arguments)
-
-
-def _failed(request: Request) -> Response:
-    """Log the exception that is being handled, and return an answer that does not show it."""
-    LOGGER.exception("%s %s failed", request.method, request.url.path)
-    return _refused(RefusedRequest(500, "the server failed; its log has the reason"))
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

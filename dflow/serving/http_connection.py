@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -58,37 +60,34 @@ class HttpLimits:
     connections: int = 16384
 
 
-class _Throttled(logging.Filter):
-    """Passes some entries in each period, each as one line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._throttle = Throttle()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log this entry; the next one tells how many were left out."""
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, RuntimeError) and "handler is closed" in str(error):
-            return False  # uvloop, when an answer is written to a client that has just left
-        more = self._throttle.ask()
-        if more is None:
-            return False
-        reason = "" if error is None else f": {error!r}"
-        record.msg, record.args, record.exc_info = on_one_line(record.getMessage() + reason) + more, (), None
-        return True
-
-
 #: For events that clients cause.
 LOGGER = logging.getLogger("dflow.http")
 LOGGER.setLevel(logging.WARNING)
-LOGGER.addFilter(_Throttled())
+_throttle = Throttle()
+
+
+def _on_one_line(record: logging.LogRecord) -> bool:
+    """Return whether to log an entry, which becomes one line; the next one tells how many were left out."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, RuntimeError) and "handler is closed" in str(error):
+        return False  # uvloop, when an answer is written to a client that has just left
+    more = _throttle.ask()
+    if more is None:
+        return False
+    reason = "" if error is None else f": {error!r}"
+    record.msg, record.args, record.exc_info = on_one_line(record.getMessage() + reason) + more, (), None
+    return True
+
+
+LOGGER.addFilter(_on_one_line)
 
 
 class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not follow it
-    """A connection; the caller asks `close_if_slow` from time to time.
+    """An accepted connection; the caller asks `close_if_slow` from time to time.
 
-    refusal  called at the first request; returns why it is refused, or None
-    on_end   called when the connection has ended
+    source   the address that it comes from
+    refusal  called with it at its first request; returns why that is refused, or None
+    on_end   called with it when it has ended
     """
 
     app: Any
@@ -97,10 +96,17 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
     transport: asyncio.Transport
 
     def __init__(
-        self, limits: HttpLimits, refusal: Callable[[], str | None], on_end: Callable[[], None], **uvicorn: Any
+        self,
+        sock: socket.socket,
+        source: str,
+        limits: HttpLimits,
+        refusal: Callable[[HttpConnection], str | None],
+        on_end: Callable[[HttpConnection], None],
+        **uvicorn: Any,
     ) -> None:
         super().__init__(**uvicorn)
         self.logger = LOGGER
+        self.sock, self.source, self.is_evicted = sock, source, False
         self._limits, self._refusal, self._on_end = limits, refusal, on_end
         self._answers: Any = self.app
         self.app = self._first_request
@@ -121,11 +127,17 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._on_end()
+        self._on_end(self)
+
+    def evict(self) -> None:
+        """End the connection from outside its handshake or requests."""
+        self.is_evicted = True
+        with suppress(OSError):  # it has ended
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     async def _first_request(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer the first request, unless it is refused, and the requests that came together with it."""
-        if not self._has_request and (text := self._refusal()):
+        if not self._has_request and (text := self._refusal(self)):
             headers = {"Connection": "close", "Retry-After": "1"}
             await JSONResponse({"error": text}, 503, headers)(scope, receive, send)
         else:

@@ -17,12 +17,12 @@ import math
 import socket
 import ssl
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import uvicorn
 
 from dflow.distributed.process.open_files import OTHER_FILES, raise_open_files
+from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.admission import Admission
 from dflow.serving.http_connection import LOGGER, HttpConnection, HttpLimits
 from dflow.tracing.errors import TransportClosed
@@ -35,8 +35,20 @@ _AFTER_FAULT_S = 0.1
 _BACKLOG = 1024
 
 
+def bound_socket(address: TcpAddress, subject: str, remedy: str) -> socket.socket:
+    """Return a socket at the address, which does not listen yet. Raises OSError with the subject and the remedy."""
+    sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address.host, address.port))
+    except OSError as error:
+        sock.close()
+        raise OSError(f"{subject}cannot listen at {address}: {error.strerror}; {remedy}") from error
+    return sock
+
+
 class HttpServer(uvicorn.Server):  # type: ignore[misc]  # mypy does not follow it
-    """A server of uvicorn that accepts connections within limits.
+    """A server of uvicorn that accepts connections within limits; it is also the server of asyncio that uvicorn closes.
 
     context  for TLS; None for plain text
     options  those of uvicorn
@@ -49,121 +61,100 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]  # mypy does not follow 
             uvicorn.Config(app, http=HttpConnection, log_level="warning", timeout_keep_alive=idle_s, **fixed, **options)
         )
         self._context, self._limits = context, limits
+        self._connecting: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """Accept connections at `sockets`: uvicorn passes the sockets that were given to `serve`."""
+        """Accept connections at the socket that was given to `serve`."""
         assert sockets is not None
         await self.lifespan.startup()
         [sock] = sockets
-        self.servers = [_Arrivals(self, self._context, self._limits, sock)]
-        self.started = True
-
-
-class _Arrival:
-    """An accepted connection; `http` answers its requests."""
-
-    def __init__(self, sock: socket.socket, source: str) -> None:
-        self.sock, self.source = sock, source
-        self.is_ended = False
-
-    def end(self) -> None:
-        """End the connection from outside its handshake or requests."""
-        self.is_ended = True
-        with suppress(OSError):  # it has ended
-            self.sock.shutdown(socket.SHUT_RDWR)
-
-
-class _Arrivals:
-    """The connections of a server, which are accepted until `close`; as a server of asyncio, for uvicorn."""
-
-    def __init__(
-        self, server: HttpServer, context: ssl.SSLContext | None, limits: HttpLimits, sock: socket.socket
-    ) -> None:
-        self._server, self._context, self._limits, self._sock = server, context, limits, sock
-        files = raise_open_files()
+        limits, files = self._limits, raise_open_files()
         waiting = min(limits.waiting, files // 4)
         self._most = min(limits.connections, max(files - waiting - OTHER_FILES, files // 2))
-        self._cause = "raise its limit of open files (ulimit -n)" if self._most < limits.connections else "try again"
-        self._admission: Admission[_Arrival] = Admission(
+        self._admission: Admission[HttpConnection] = Admission(
             connections=self._most, unauthenticated=waiting, per_source=waiting
         )
-        self._connecting: set[asyncio.Task[None]] = set()
         sock.setblocking(False)
         sock.listen(_BACKLOG)
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._accept()), loop.create_task(self._end_slow_ones())]
+        self._tasks = [loop.create_task(self._accept(sock)), loop.create_task(self._end_slow_ones())]
+        self.servers = [self]
+        self.started = True
 
-    async def _accept(self) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, source = await loop.sock_accept(self._sock)
+                sock, source = await loop.sock_accept(listener)
             except OSError as error:
                 LOGGER.warning("a connection could not be accepted: %s", error)
                 await asyncio.sleep(_AFTER_FAULT_S)
             else:
-                self._arrive(_Arrival(sock, str(source[0]) if source else ""))
+                self._arrive(sock, str(source[0]) if source else "")
 
-    def _arrive(self, arrival: _Arrival) -> None:
+    def _arrive(self, sock: socket.socket, source: str) -> None:
         """Serve a new connection; another waiting one may be ended for it."""
-        evicted = self._admission.arrive(arrival, arrival.source)
+        connection = HttpConnection(
+            sock,
+            source,
+            self._limits,
+            self._refusal,
+            self._admission.leave,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        evicted = self._admission.arrive(connection, source)
         if evicted is not None:
             LOGGER.warning("too many connections without a request: one of %s was ended", evicted[0].source)
-            evicted[0].end()
-        task = asyncio.get_running_loop().create_task(self._serve(arrival))
+            evicted[0].evict()
+        task = asyncio.get_running_loop().create_task(self._shake_hands(connection))
         self._connecting.add(task)  # the loop itself keeps no reference
         task.add_done_callback(self._connecting.discard)
 
     def close(self) -> None:
-        """Accept no more connections, and end those without a first request."""
+        """Accept no more connections, and end those without a first request; called by uvicorn."""
         self._tasks[0].cancel()
-        for arrival in list(self._admission.unauthenticated):
-            arrival.end()
+        for connection in list(self._admission.unauthenticated):
+            connection.evict()
 
     async def wait_closed(self) -> None:
-        """Stop looking at connections, which have all ended."""
+        """Stop looking at connections, which have all ended; called by uvicorn."""
         self._tasks[1].cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, arrival: _Arrival) -> None:
-        """Shake hands, and let the connection's requests be answered."""
-        http = HttpConnection(
-            self._limits,
-            lambda: self._refusal(arrival),
-            lambda: self._admission.leave(arrival),
-            config=self._server.config,
-            server_state=self._server.server_state,
-            app_state=self._server.lifespan.state,
-        )
+    async def _shake_hands(self, connection: HttpConnection) -> None:
         limit_s = None if self._context is None else self._limits.request_s
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: http,
-                arrival.sock,
+                lambda: connection,
+                connection.sock,
                 ssl=self._context,
                 ssl_handshake_timeout=limit_s,
                 ssl_shutdown_timeout=limit_s,
             )
         except (OSError, asyncio.CancelledError) as error:
-            self._admission.leave(arrival)
-            arrival.sock.close()
-            if not arrival.is_ended:
+            self._admission.leave(connection)
+            connection.sock.close()
+            if not connection.is_evicted:
                 reason = str(error) or "it ended in its handshake"
-                LOGGER.warning("connection from %s closed: %s", arrival.source, reason)
+                LOGGER.warning("connection from %s closed: %s", connection.source, reason)
 
-    def _refusal(self, arrival: _Arrival) -> str | None:
+    def _refusal(self, connection: HttpConnection) -> str | None:
         """Count a connection as one with a request; return why there is no room, or None."""
         try:
-            has_room = self._admission.believe(arrival)
+            has_room = self._admission.believe(connection)
         except TransportClosed:  # ended for another one: no client reads the answer
             has_room = False
-        return None if has_room else f"the server has {self._most} connections, the most; {self._cause}"
+        if has_room:
+            return None
+        remedy = "raise its limit of open files (ulimit -n)" if self._most < self._limits.connections else "try again"
+        return f"the server has {self._most} connections, the most; {remedy}"
 
     async def _end_slow_ones(self) -> None:
-        """Look at the connections from time to time, until cancelled."""
         limits = self._limits
         every_s = min(_LOOK_S, *(limit_s / 4 for limit_s in (limits.request_s, limits.body_s, limits.answer_s)))
         while True:
             await asyncio.sleep(every_s)
-            for connection in list(self._server.server_state.connections):
+            for connection in list(self.server_state.connections):
                 connection.close_if_slow()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
+#: The kinds expected, the kind that came, and its position, such as `inputs[0].shape`, if it is not the whole.
 _KIND = re.compile(r"Expected `(.+?)`, got `(\w+)`(?: - at `\$\.?(.+)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`(?: - at `\$\.?(.+)`)?", re.DOTALL)
 #: NumPy's text for a number that an integer dtype of at most 32 bits cannot hold.
@@ -21,27 +21,12 @@ _EXPECTED = {
 _GOT = {**_EXPECTED, "int": "a number", "float": "a float"}
 
 
-class WrongKind(NamedTuple):
-    """A value of another kind than expected, in words, and its position: `inputs[0].shape`, or empty."""
-
-    expected: str
-    got: str
-    position: str
-
-
-def wrong_kind(error: Exception) -> WrongKind | None:
-    """Return the value that an error of the decoder is about, if it is one of a wrong kind."""
-    if (found := _KIND.fullmatch(str(error))) is None:
-        return None
-    kinds, got, position = found.groups()
-    expected = " or ".join(_EXPECTED.get(kind, kind) for kind in kinds.split(" | "))
-    return WrongKind(expected, _GOT.get(got, got), position or "")
-
-
 def members_fault(error: Exception) -> str:
     """Return what is wrong with JSON that could not be decoded as an object with known members."""
-    if (kind := wrong_kind(error)) is not None:
-        fault, position = f"expected {kind.expected}, got {kind.got}", kind.position
+    if (kind := _KIND.fullmatch(str(error))) is not None:
+        kinds, got, position = kind.groups()
+        expected = " or ".join(_EXPECTED.get(kind, kind) for kind in kinds.split(" | "))
+        fault = f"expected {expected}, got {_GOT.get(got, got)}"
     elif (missing := _MISSING.fullmatch(str(error))) is not None:
         fault, position = f"expected the member {missing[1]!r}, got none", missing[2]
     elif str(error) == "Input data was truncated":
@@ -56,8 +41,9 @@ def list_fault(error: Exception, *, is_whole: bool) -> str:
 
     is_whole  whether the list was decoded in one piece, so that the position in the error is one in `data`
     """
-    if (kind := wrong_kind(error)) is not None:
-        return kind.got + (f" at data{kind.position}" if is_whole and kind.position else "")
+    if (kind := _KIND.fullmatch(str(error))) is not None:
+        _, got, position = kind.groups()
+        return _GOT.get(got, got) + (f" at data{position}" if is_whole and position else "")
     if (beyond := _BEYOND.search(str(error))) is not None:
         return beyond[1]
     if isinstance(error, OverflowError) or str(error).startswith("Number out of range"):

@@ -25,7 +25,7 @@ from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.serving.http_api import HttpApi
 from dflow.serving.http_connection import LOGGER as HTTP_LOGGER
 from dflow.serving.http_connection import HttpLimits
-from dflow.serving.http_server import HttpServer
+from dflow.serving.http_server import HttpServer, bound_socket
 from dflow.serving.served_model import ServedModel, find_models, versions_in
 from dflow.serving.served_version import ServingSettings
 from dflow.serving.serving_metrics import ServingMetrics
@@ -85,7 +85,7 @@ class ModelServer:
         folders = find_models(folder, name)
         if save_every_s:
             _check_savable(folders, learns=settings.learn)
-        with _listening(address) as listener:
+        with bound_socket(address, "", "give another --address, or port 0") as listener:
             self.models = {
                 model: ServedModel(model, folder, settings, metrics.batch, report) for model, folder in folders.items()
             }
@@ -213,7 +213,6 @@ def _until(deadline: float) -> float:
 
 
 def _log_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log a fault of a connection, or of accepting one."""
     HTTP_LOGGER.error("%s: %s", context.get("message"), context.get("exception"))
 
 
@@ -240,18 +239,6 @@ def _tls_context(security: SecurityPolicy, address: TcpAddress) -> Any:
     if not address.is_loopback:  # whatever a policy says, no plain text leaves the machine
         raise SecurityError(f"serve: expected certificates for {address}, got none; give --certificates DIR")
     return None
-
-
-def _listening(address: TcpAddress) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address.host, address.port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen at {address}: {error.strerror}; give another --address, or port 0") from error
-    return listener
 
 
 def _check_one_is_served(models: Mapping[str, ServedModel]) -> None:

@@ -63,21 +63,12 @@ class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] = {}
 
 
-class _Named(msgspec.Struct):
-    name: str = ""
-
-
-class _Names(msgspec.Struct):
-    inputs: list[_Named] = []
-    outputs: list[_Named] | None = None
-
-
 #: The check of a parameter, and what is expected of it.
 Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
 _BOOL = (lambda value: type(value) is bool), "true or false"
 _SIZE = (lambda value: type(value) is int and value >= 0), "a whole number from 0"
 REQUEST_CHECKS: Checks = {
-    "timeout": ((lambda value: type(value) is int and value >= 0), "a whole number of microseconds"),
+    "timeout": (_SIZE[0], "a whole number of microseconds"),
     "binary_data_output": _BOOL,
 }
 INPUT_CHECKS: Checks = {"binary_data_size": _SIZE}
@@ -151,8 +142,9 @@ def _not_finite(data: bytes | memoryview) -> str | None:
 
 
 def _name_of(data: bytes | memoryview, group: str, index: int) -> str:
+    """Return the name of an input or output; empty if it has none, or if the JSON after it cannot be decoded."""
     try:
-        named: list[_Named] = getattr(msgspec.json.decode(data, type=_Names), group)
-    except msgspec.MsgspecError:
+        name = msgspec.json.decode(data)[group][index]["name"]
+    except (msgspec.MsgspecError, LookupError, TypeError):
         return ""
-    return named[index].name
+    return name if isinstance(name, str) else ""

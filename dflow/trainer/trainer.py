@@ -33,8 +33,7 @@ from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller
 from dflow.trainer.callbacks import Callback, EarlyStopping
 from dflow.trainer.evaluation import evaluate, is_on_tasks, metric_names
-from dflow.trainer.progress_bar import ProgressBar
-from dflow.trainer.running_means import RunningMeans
+from dflow.trainer.run_progress import RunningMeans, progress_bar
 from dflow.trainer.shared_decisions import SharedDecisions
 from dflow.training.checkpoint_manager import CheckpointManager
 from dflow.training.metric_direction import missing_metric
@@ -126,8 +125,8 @@ class Trainer:
         run = _TrainingRun(self, _by_number(batches), name or run_name(self._cluster, "trainer"), first, total)
         for callback in self._callbacks:
             callback.on_start(first, self._cluster)
-        with ProgressBar(run.name, total, first, self._progress) as bar:
-            result = run.result(bar)
+        with progress_bar(run.name, total, first, self._progress) as show:
+            result = run.result(show)
         if self._checkpoints:
             self._checkpoints.wait()
         for callback in self._callbacks:
@@ -203,16 +202,17 @@ class _TrainingRun:
         self._ended: Exception | None = None
         self._restore_callbacks()
 
-    def result(self, bar: ProgressBar) -> TrainingResult:
-        """Do the steps, and the evaluations and checkpoints between them."""
+    def result(self, show: Callable[[int, Mapping[str, float]], None]) -> TrainingResult:
+        """Do the steps, and the evaluations and checkpoints between them; `show` shows the progress."""
+        self._show = show
         begun: list[tuple[int, int]] = []
         self._tell_plan()
         self._undone = self._cluster.steps.undone
         for segment in self._segments():
             begun.append(segment)
-            self._steps(*segment, bar)
-            self._repeat(begun, bar)
-            self._look(bar, waits=True)
+            self._steps(*segment)
+            self._repeat(begun)
+            self._look(waits=True)
             self._decide(_point(segment[1]))
             if self._has_reason():
                 is_one_step = self._cluster.is_standalone or self._strategy.ends_together
@@ -221,7 +221,7 @@ class _TrainingRun:
                 break
             self._done = segment[1]
             self._end_segment(self._done)
-            self._repeat(begun, bar)
+            self._repeat(begun)
             if self._has_reason():
                 break
         if self._has_reason() and not self._has_ended:
@@ -239,12 +239,12 @@ class _TrainingRun:
         if split_task_name(task)[1] == 0:
             self._cluster.coordinator.tell(TrainingEvent(self.name, task, kind, steps, dict(metrics or {})))
 
-    def _repeat(self, begun: list[tuple[int, int]], bar: ProgressBar) -> None:
+    def _repeat(self, begun: list[tuple[int, int]]) -> None:
         """Do steps again that a return of the tasks to a snapshot has undone, in the last segment and before it."""
         while not self._reason and self._cluster.steps.undone != self._undone:
             self._undone = self._cluster.steps.undone
             for segment in begun:
-                self._steps(*segment, bar)
+                self._steps(*segment)
                 if self._checkpoints is not None and self._checkpoints.last_step >= segment[1] - 1:
                     self._checkpoints.passed(segment[1] - 1)
 
@@ -258,7 +258,7 @@ class _TrainingRun:
             yield start, stop
             start = stop
 
-    def _steps(self, start: int, stop: int, bar: ProgressBar) -> None:
+    def _steps(self, start: int, stop: int) -> None:
         """Do this worker's part of the steps from `start` to `stop` - 1."""
         each = self._strategy.batches_per_step
         batches = BatchSupply(lambda number: self._batch(number + start * each), may_end=True)
@@ -271,7 +271,7 @@ class _TrainingRun:
                 for callback in self._on_step:
                     self._note(callback.on_step(self._done, outcome))
                 if time.monotonic() >= look_s:
-                    self._look(bar)
+                    self._look()
                     self._save_by_time()
                     self._note(self._decisions.known_reason(_point(stop)))
                     look_s = time.monotonic() + LOOK_S
@@ -343,10 +343,10 @@ class _TrainingRun:
                 self._save(self._done, {})
             raise
 
-    def _look(self, bar: ProgressBar, *, waits: bool = False) -> None:
+    def _look(self, *, waits: bool = False) -> None:
         """Read the values that steps returned; with `waits`, wait for the values that are not computed yet."""
         metrics = self._means.take(waits=waits)
-        bar.show(self._done, metrics)
+        self._show(self._done, metrics)
         if metrics:
             self._metrics = metrics
             for callback in self._callbacks:
@@ -358,7 +358,6 @@ class _TrainingRun:
             self._save(self._done, {})
 
     def _end_segment(self, stop: int) -> None:
-        """Evaluate and save if the schedule has that after `stop` steps."""
         is_last, found = stop == self._total, dict[str, float]()
         if self._evaluate_every is not None and (is_last or stop % self._evaluate_every == 0):
             found = self._found = self._evaluated(stop)
@@ -425,8 +424,7 @@ class _TrainingRun:
         self._late_reason = "" if self._reason else mine
 
     def _has_reason(self) -> bool:
-        """Whether the run ends."""
-        return bool(self._reason)
+        return bool(self._reason)  # a method, since mypy takes the attribute for unchanged by other methods
 
     def _note(self, reason: str | None) -> None:
         self._reason = self._reason or reason or ""

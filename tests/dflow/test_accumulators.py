@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,14 +119,6 @@ def test_too_many_rows_of_kept_gradients_are_refused_and_stay() -> None:
     with pytest.raises(AccumulatorError, match="'g' would hold 3 different rows, but a take gives 2 rows of f32"):
         held.take_kept(jnp.array([1, 2, 3]))
     assert held.take_kept(jnp.array([1, 3]))[0].indices.tolist() == [0, 2]
-
-
-def test_setting_the_step_back_warns() -> None:
-    held = dflow.ConditionalAccumulator(jnp.zeros(()), name="g")
-    held.set_step(4)
-    with pytest.warns(UserWarning, match="accumulator 'g' goes back from step 4 to 2"):
-        held.set_step(2)
-    assert held.apply(1.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -283,16 +274,6 @@ def test_what_jax_would_do_to_an_accumulator_op_is_refused() -> None:
     assert held.count() == 1
 
 
-def test_a_loss_may_apply_and_carries_no_gradient_through_it() -> None:
-    held = scalars()
-
-    def loss(x: Any) -> Any:
-        held.apply(x * 2)
-        return x * x * held.take(1)
-
-    assert float(dflow.jit(dflow.grad(loss))(3.0)) == 36
-
-
 def test_it_may_be_an_argument_and_is_gone_with_its_last_user() -> None:
     held = scalars(1.0)
     key = held.key
@@ -361,26 +342,6 @@ def test_what_is_taken_of_row_gradients_is_that_of_their_dense_forms(applied: li
     np.testing.assert_allclose(rows.dense(), dense.take(1)[0], rtol=1e-6)
 
 
-def test_a_step_takes_row_gradients_and_applies_them_by_row() -> None:
-    table = dflow.Variable(jnp.zeros((HEIGHT, WIDTH)), name="table")
-    held = dflow.ConditionalAccumulator([rows_spec(4)], name="g")
-    optimizer = dflow.Optimizer(optax.sgd(1.0), [table])
-
-    @dflow.jit
-    def worker(ids: Any) -> Any:
-        gradients = dflow.grad(lambda: table.gather(ids).sum(), [table], rows=True)()
-        return held.apply(gradients, held.step)
-
-    @dflow.jit
-    def chief() -> None:
-        optimizer.apply(held.take(2))
-
-    assert worker(jnp.array([1, 1, 3]))
-    assert worker(jnp.array([5]))
-    chief()
-    assert table.read()[:, 0].tolist() == [0, -1, 0, -0.5, 0, -0.5]
-
-
 def test_more_rows_than_a_take_gives_are_refused_and_leave_the_sum() -> None:
     held = dflow.ConditionalAccumulator({"w": 0.0, "table": rows_spec(2, jnp.bfloat16)}, name="g", reduction="sum")
     held.apply({"w": 1.0, "table": row_gradient([4, 2, 4], 0.0, jnp.bfloat16)})
@@ -411,19 +372,3 @@ def test_a_step_that_is_no_integer_is_refused() -> None:
     assert not held.apply(1.0, steps - 1)
     with pytest.raises(AccumulatorError, match="'g' would sum gradients without arrays"):
         dflow.ConditionalAccumulator({}, name="g")
-
-
-#: Indices of gradients with 6 rows of 9: those of a lookup in a shard end with numbers past the end.
-INDICES = ([8, 5, 2, 9, 9, 9], [0, 3, 7, 0, 0, 0], [4, 1, 4, 9, 8, 8], [9, 9, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6])
-
-
-def test_rows_are_summed_by_index_in_any_order() -> None:
-    spec = dflow.RowGradient(jax.ShapeDtypeStruct((9,), jnp.int32), jax.ShapeDtypeStruct((9, 2), jnp.float32), (9, 2))
-    held = dflow.ConditionalAccumulator([spec], reduction="sum")
-    expected = np.zeros((10, 2), np.float32)
-    for number, indices in enumerate(INDICES, 1):
-        rows = np.full((6, 2), number, np.float32)
-        np.add.at(expected, indices, rows)
-        held.apply([dflow.RowGradient(jnp.array(indices), rows, (9, 2))])
-    [total] = held.take(len(INDICES))
-    np.testing.assert_array_equal(total.dense(), expected[:9])

@@ -6,15 +6,20 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.process import parent_watch
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
 
 SETTINGS = dflow.ClusterSettings(join_timeout_s=0.2)
@@ -55,57 +60,51 @@ def test_variables_of_a_process_by_itself_live_in_it() -> None:
     assert cluster.traffic() == ()
 
 
-def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 4})
-    for name, value in zip(VARIABLES, (coordinator.address, "evaluator", "3"), strict=True):
-        monkeypatch.setenv(name, value)
-    cluster = dflow.connect()
-    assert (cluster.task, cluster.index) == ("/job:evaluator/task:3", 3)
-    assert cluster.tasks == ("/job:evaluator/task:3",)
-    cluster.close()
-    cluster.close()
-    coordinator.close()
+@contextmanager
+def coordinator_of(**jobs: int) -> Iterator[Coordinator]:
+    with closing(make_coordinator(SocketTransport(), "127.0.0.1:0", jobs)) as coordinator:
+        yield coordinator
 
 
-def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 3})
-    for name, value in zip(VARIABLES, ("127.0.0.1:1", "evaluator", "0"), strict=True):
-        monkeypatch.setenv(name, value)
-    cluster = dflow.connect(coordinator.address, index=2)
-    assert cluster.task == "/job:worker/task:2"
-    cluster.close()
-    coordinator.close()
-
-
-def test_the_job_given_comes_before_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 1})
-    for name, value in zip(VARIABLES, (coordinator.address, "worker", "0"), strict=True):
-        monkeypatch.setenv(name, value)
-    cluster = dflow.connect(job="evaluator")
-    assert cluster.task == "/job:evaluator/task:0"
-    cluster.close()
-    coordinator.close()
-
-
-def test_the_environment_says_where_to_listen_also_when_the_coordinator_is_given(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("environment", "arguments", "task"),
+    [
+        (("HERE", "evaluator", "3"), {}, "/job:evaluator/task:3"),
+        (("127.0.0.1:1", "evaluator", "0"), {"coordinator": "HERE", "index": 2}, "/job:worker/task:2"),
+        (("HERE", "worker", "0"), {"job": "evaluator"}, "/job:evaluator/task:0"),
+    ],
+    ids=["environment", "address and index", "job"],
+)
+def test_arguments_come_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: tuple[str, ...], arguments: dict[str, Any], task: str
 ) -> None:
-    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
+    job, index = split_task_name(task)
+    with coordinator_of(**{job: index + 1}) as coordinator:
+        here = {"HERE": coordinator.address}
+        for name, value in zip(VARIABLES, environment, strict=True):
+            monkeypatch.setenv(name, here.get(value, value))
+        cluster = dflow.connect(**{name: here.get(value, value) for name, value in arguments.items()})
+        assert (cluster.task, cluster.tasks) == (task, (task,))
+        cluster.close()
+        cluster.close()
+
+
+def test_the_environment_or_an_argument_says_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLOW_ADDRESS", "127.0.0.2")
-    cluster = dflow.connect(coordinator.address, index=0)
-    assert cluster.server.address.startswith("127.0.0.2:")
-    cluster.close()
-    coordinator.close()
+    for address, listens in ((None, "127.0.0.2:"), ("127.0.0.3", "127.0.0.3:")):
+        with coordinator_of(worker=1) as coordinator:
+            cluster = dflow.connect(coordinator.address, index=0, address=address)
+            assert cluster.server.address.startswith(listens)
+            cluster.close()
 
 
 def test_a_port_for_metrics_that_is_taken_leaves_no_task_behind() -> None:
     pytest.importorskip("prometheus_client")
-    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="metrics cannot be served"):
-        dflow.connect(coordinator.address, index=0, metrics_port=taken.getsockname()[1])
-    [info] = coordinator.status().tasks
-    assert info.left == "finished"
-    coordinator.close()
+    with coordinator_of(worker=1) as coordinator:
+        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="metrics cannot be served"):
+            dflow.connect(coordinator.address, index=0, metrics_port=taken.getsockname()[1])
+        [info] = coordinator.status().tasks
+        assert info.left == "finished"
 
 
 def test_an_address_without_a_number_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,24 +138,15 @@ def test_a_malformed_address_is_refused() -> None:
 
 
 def test_a_cluster_file_says_where_and_the_arguments_who(tmp_path: Path) -> None:
-    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"evaluator": 2})
-    path = tmp_path / "cluster.toml"
-    path.write_text(f'coordinator = "{coordinator.address}"\n[jobs]\nevaluator = ["127.0.0.1", "127.0.0.2"]\n')
-    cluster = dflow.connect(cluster=path, job="evaluator", index=1)
-    [info] = cluster.coordinator.session.roster.tasks
-    assert (info.task, info.address.partition(":")[0]) == ("/job:evaluator/task:1", "127.0.0.2")
-    cluster.close()
-    with pytest.raises(ConfigError, match=r"cluster\.toml has no job 'worker'; it has evaluator"):
-        dflow.connect(cluster=path, index=0)
-    coordinator.close()
-
-
-def test_where_this_process_listens_can_be_said() -> None:
-    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
-    cluster = dflow.connect(coordinator.address, index=0, address="127.0.0.3")
-    assert cluster.coordinator.session.roster.tasks[0].address.startswith("127.0.0.3:")
-    cluster.close()
-    coordinator.close()
+    with coordinator_of(evaluator=2) as coordinator:
+        path = tmp_path / "cluster.toml"
+        path.write_text(f'coordinator = "{coordinator.address}"\n[jobs]\nevaluator = ["127.0.0.1", "127.0.0.2"]\n')
+        cluster = dflow.connect(cluster=path, job="evaluator", index=1)
+        [info] = cluster.coordinator.session.roster.tasks
+        assert (info.task, info.address.partition(":")[0]) == ("/job:evaluator/task:1", "127.0.0.2")
+        cluster.close()
+        with pytest.raises(ConfigError, match=r"cluster\.toml has no job 'worker'; it has evaluator"):
+            dflow.connect(cluster=path, index=0)
 
 
 def test_half_of_a_schedulers_variables_is_an_error_and_not_a_cluster_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

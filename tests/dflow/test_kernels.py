@@ -137,17 +137,6 @@ def test_a_graph_shows_what_is_batched_and_differentiated() -> None:
     assert '"default": <vmap(backward(wave))>' in view
 
 
-def test_equal_calls_are_one_node_after_the_passes() -> None:
-    wave, w = made(), dflow.Variable(x, name="w")
-
-    @dflow.jit
-    def twice(x: Any) -> Any:
-        w.assign_add(wave(x))
-        return wave(x)
-
-    assert twice.lower(x).as_text().count("stablehlo.tanh") == 1
-
-
 def test_a_variable_is_given_by_its_value_and_state_around_a_kernel_is_kept() -> None:
     wave = made()
     w = dflow.Variable(x, name="w")

@@ -97,13 +97,6 @@ else:
         assert got["y"].sharding.is_equivalent_to(WHOLE, 2)
         assert float(count) == 1.0
 
-    @pytest.mark.parametrize("place", [jax.devices()[1], ROWS, WHOLE], ids=["one", "rows", "whole"])
-    def test_arguments_may_lie_anywhere(place: Any) -> None:
-        fn, count = stateful()
-        x = jax.device_put(X, place)
-        same(fn(x), stateless()(x))
-        assert float(count) == X.sum()
-
     def test_arguments_may_lie_elsewhere_at_the_next_call() -> None:
         fn, count = stateful()
         for number, x in enumerate([X, jax.device_put(X, ROWS), X, jax.device_put(X, WHOLE)], 1):
@@ -128,51 +121,6 @@ else:
         np.testing.assert_array_equal(step(count, by), by)
         np.testing.assert_array_equal(count, by)
 
-    def test_a_sharded_variable_keeps_its_sharding() -> None:
-        w = dflow.Variable(jax.device_put(X, ROWS), name="w")
-        opt_like = dflow.jit(lambda x: w.assign_sub(0.5 * x))
-        for times in range(1, 4):
-            opt_like(X)
-            assert w.read().sharding.is_equivalent_to(ROWS, 2)
-            np.testing.assert_array_equal(w, X - times * 0.5 * X)
-
-    EXPLICIT = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
-    MIXED = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto, AxisType.Explicit))
-    SPREAD = {
-        "rows": ROWS,
-        "everywhere": WHOLE,
-        "both": NamedSharding(EXPLICIT, PartitionSpec("d", "m")),
-        "mixed": NamedSharding(MIXED, PartitionSpec("d", "m")),
-    }
-    ASSIGNED: dict[str, Callable[[Any, Any], Any]] = {
-        "an argument": lambda w, x: x,
-        "zeros": lambda w, x: jnp.zeros_like(x),
-        "random numbers": lambda w, x: jax.random.normal(jax.random.key(0), x.shape),
-        "a product": lambda w, x: x @ x[:4],
-        "its rows backwards": lambda w, x: w[::-1] + x,
-    }
-
-    @pytest.mark.parametrize("has_parts", [False, True], ids=["one call", "several parts"])
-    @pytest.mark.parametrize("assigned", ASSIGNED.values(), ids=ASSIGNED)
-    @pytest.mark.parametrize("sharding", SPREAD.values(), ids=SPREAD)
-    def test_what_a_step_assigns_is_spread_as_its_variable_is(sharding: Any, assigned: Any, has_parts: bool) -> None:
-        w = dflow.Variable(jax.device_put(X, sharding), name="w")
-        queue = dflow.FIFOQueue(9, jax.ShapeDtypeStruct((), jnp.float32))
-
-        @dflow.jit
-        def step(x: Any) -> None:
-            if has_parts:
-                queue.enqueue(x.sum())
-                x = x + queue.dequeue()
-            w.assign(assigned(w.read(), x))
-
-        want = X
-        for _ in range(3):
-            step(X)
-            want = np.asarray(assigned(jnp.asarray(want), X + X.sum() if has_parts else X))
-            assert w.read().sharding.is_equivalent_to(sharding, 2)
-            np.testing.assert_allclose(w, want, rtol=1e-5)
-
     def test_a_variable_that_a_step_spreads_first_stays_spread_so() -> None:
         w = dflow.Variable(X, name="w")
         step = dflow.jit(w.assign)
@@ -182,20 +130,6 @@ else:
             step(x + 1)
             assert w.read().sharding.is_equivalent_to(ROWS, 2)
             np.testing.assert_array_equal(w, X + 1)
-
-    def test_shard_map_inside_and_outside_of_state() -> None:
-        w = dflow.Variable(2.0, name="w")
-
-        @dflow.jit
-        def fn(x: Any) -> Any:
-            scale = w.read()
-            w.assign_add(1.0)
-            spec = PartitionSpec("d")
-            by_shard = jax.shard_map(lambda a, s: a * s, mesh=MESH, in_specs=(spec, PartitionSpec()), out_specs=spec)
-            return by_shard(x, scale)
-
-        for times in range(2):
-            np.testing.assert_array_equal(fn(X), X * (2 + times))
 
     def by_shards(fn: Any) -> Any:
         return jax.shard_map(fn, mesh=MESH, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"))
@@ -364,19 +298,6 @@ else:
         dflow.Variable(initial, sharding=ROWS, name="w")
         assert are_traced
         assert all(are_traced)  # from the trace XLA compiles the part of each device
-
-    @pytest.mark.parametrize("place", [None, jax.devices()[3], ROWS, WHOLE], ids=["anywhere", "one", "rows", "whole"])
-    def test_what_is_done_to_a_sharded_variable_at_once_leaves_it_sharded(place: Any) -> None:
-        x = X if place is None else jax.device_put(X, place)
-        w = dflow.Variable(jax.device_put(X, ROWS), name="w")
-        w.assign(x)
-        w.assign_add(x)
-        w.scatter_add(np.array([0, 2]), x[:2])
-        assert w.read().sharding.is_equivalent_to(ROWS, 2)
-        want = 2 * X
-        want[[0, 2]] += X[:2]
-        np.testing.assert_array_equal(w, want)
-        np.testing.assert_array_equal(w.gather(np.array([2])), want[2:3])
 
     def test_a_sharded_variable_and_device_scopes_do_not_go_together() -> None:
         w = dflow.Variable(lambda: jnp.zeros((16, 4)), sharding=ROWS, name="w")

@@ -8,67 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import dflow
 from tests.dflow.number_queues import F32, WAIT_S, drained, numbers
-
-
-def test_a_loop_of_no_turns_and_constants_of_bodies() -> None:
-    queue, table = numbers(1, 2), np.arange(3.0, dtype=np.float32)
-
-    @dflow.jit
-    def step(n: Any) -> Any:
-        zero = jax.lax.scan(lambda c, x: (queue.dequeue(), queue.dequeue() * x), 5.0, jnp.zeros((0, 2)))
-        one = jax.lax.switch(n, [lambda: queue.dequeue() + jnp.asarray(table)[n], lambda: jnp.float32(-1)])
-        two = jax.lax.cond(n > 0, lambda: -queue.dequeue(), lambda: queue.dequeue() + jnp.asarray(table).sum())
-        return zero[0], zero[1].shape[0], one, two
-
-    assert [float(value) for value in step(0)] == [5, 0, 1, 5]
-
-
-def test_what_a_loop_and_its_condition_close_over() -> None:
-    queue = numbers(1, 2, 3, 4)
-
-    @dflow.jit
-    def step(limit: Any, factor: Any) -> Any:
-        return jax.lax.while_loop(lambda c: c < limit, lambda c: c + factor * queue.dequeue(), 0.0)
-
-    assert float(step(50.0, 10.0)) == 60
-    assert drained(queue) == [4]
-
-
-def test_an_array_that_a_nested_function_closes_over() -> None:
-    queue, table = numbers(1, 2), jnp.arange(100_000.0)
-
-    @jax.jit
-    def looked_up(index: Any) -> Any:
-        return table[index.astype(jnp.int32)] + queue.dequeue()
-
-    @dflow.jit
-    def step(which: Any) -> Any:
-        arms = [lambda: looked_up(jnp.float32(7)), lambda: jnp.asarray(table).sum() * 0 + looked_up(queue.dequeue())]
-        return jax.lax.switch(which, arms)
-
-    assert float(step(0)) == 8
-    queue.enqueue(3.0)
-    assert float(step(1)) == 5
-
-
-def test_keys_pass_through_loops() -> None:
-    queue = numbers(1, 2)
-
-    @dflow.jit
-    def step(key: Any) -> Any:
-        def turn(key: Any, _: Any) -> Any:
-            queue.dequeue()
-            return jax.random.split(key)[0], key
-
-        return jax.random.key_data(jax.lax.scan(turn, key, None, length=2)[1])
-
-    first = jax.random.key(0)
-    assert step(first).tolist() == jax.random.key_data(jnp.stack([first, jax.random.split(first)[0]])).tolist()
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

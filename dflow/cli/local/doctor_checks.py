@@ -75,9 +75,7 @@ def versions() -> Iterator[Diagnosis]:
 def _compared(requirement: str) -> Diagnosis:
     name, specifiers = _parsed(requirement)
     wanted = f"pip install '{name}{specifiers}'"
-    try:
-        installed = metadata.version(name)
-    except metadata.PackageNotFoundError:
+    if (installed := _installed(name)) is None:
         return Diagnosis("wrong", f"{name} is not installed", wanted)
     if not fits(installed, specifiers):
         return Diagnosis("wrong", f"{name} {installed}: expected {specifiers}", wanted)
@@ -111,18 +109,17 @@ def extras() -> Iterator[Diagnosis]:
     missing: dict[str, list[str]] = {}
     for requirement in required:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
-        if extra and extra[1] not in OF_DEVELOPERS and not _is_installed(_parsed(requirement)[0]):
+        if extra and extra[1] not in OF_DEVELOPERS and _installed(_parsed(requirement)[0]) is None:
             missing.setdefault(extra[1], []).append(_parsed(requirement)[0])
     for name, packages in sorted(missing.items()):
         yield Diagnosis("note", f"extra {name}: without {', '.join(packages)}", f"pip install 'dflow[{name}]'")
 
 
-def _is_installed(name: str) -> bool:
+def _installed(name: str) -> str | None:
     try:
-        metadata.version(name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def devices(timeout_s: float) -> Iterator[Diagnosis]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
-from msgspec.structs import replace
-from rich.console import Console, RenderableType
+from msgspec.structs import astuple, replace
 
 from dflow.cli.cost_tables import message_table, step_tables, usage_table
 from dflow.distributed.observe.step_times import Division, MessageTimes, StepTimes
 from dflow.distributed.wire.messages.observing import TaskState, TaskUsage
+from tests.dflow.cli.printed import lines_of, printed
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 USAGE = TaskUsage(python_s=10.0, other_s=5.0, wakeups=1000, messages=50, values=200, size_bytes=1_000_000)
@@ -20,23 +18,9 @@ def later(
     parts: int, python_s: float, other_s: float, wakeups: int, messages: int, values: int, size_bytes: int
 ) -> TaskState:
     """Return the state of a task that has done and used this much since `STATE`."""
-    usage = TaskUsage(
-        USAGE.python_s + python_s,
-        USAGE.other_s + other_s,
-        USAGE.wakeups + wakeups,
-        USAGE.messages + messages,
-        USAGE.values + values,
-        USAGE.size_bytes + size_bytes,
-    )
+    used = python_s, other_s, wakeups, messages, values, size_bytes
+    usage = TaskUsage(*(before + more for before, more in zip(astuple(USAGE), used, strict=False)))
     return replace(STATE, parts=STATE.parts + parts, usage=usage)
-
-
-def printed(*tables: RenderableType) -> list[str]:
-    console = Console(file=io.StringIO(), width=120)
-    for table in tables:
-        console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
 
 
 def test_what_a_part_costs_is_the_difference_of_two_states_by_its_parts() -> None:
@@ -47,7 +31,7 @@ def test_what_a_part_costs_is_the_difference_of_two_states_by_its_parts() -> Non
     }
     assert now[PS].usage is not None
     now[PS] = replace(now[PS], usage=replace(now[PS].usage, updates=200, missed=300))
-    assert printed(usage_table(before, now, 2.0, most=10)) == [
+    assert lines_of(printed(usage_table(before, now, 2.0, most=10))) == [
         "A part of a step now",
         " task       parts/s   processor    Python   XLA's threads   wake-ups   messages   values      bytes   missed",
         " ───────────────────────────────────────────────────────────────────────────────────────────────────────────",
@@ -57,9 +41,8 @@ def test_what_a_part_costs_is_the_difference_of_two_states_by_its_parts() -> Non
 
 
 def test_a_task_that_has_ended_no_part_shows_only_its_share_of_a_processor() -> None:
-    assert printed(usage_table({PS: STATE}, {PS: later(0, 0.5, 0.0, 3, 0, 0, 0)}, 1.0, most=10))[-1].split() == [
-        *("ps:0", "0.0", "50", "%")
-    ]
+    text = printed(usage_table({PS: STATE}, {PS: later(0, 0.5, 0.0, 3, 0, 0, 0)}, 1.0, most=10))
+    assert lines_of(text)[-1].split() == ["ps:0", "0.0", "50", "%"]
 
 
 def test_a_task_that_was_started_again_or_told_nothing_has_no_row() -> None:
@@ -72,7 +55,7 @@ def test_a_task_that_was_started_again_or_told_nothing_has_no_row() -> None:
 
 def test_more_tasks_than_fit_are_counted() -> None:
     states = {f"/job:ps/task:{number}": STATE for number in range(5)}
-    lines = printed(usage_table(states, states, 1.0, most=2))
+    lines = lines_of(printed(usage_table(states, states, 1.0, most=2)))
     assert [line.split()[0] for line in lines[3:]] == ["ps:0", "ps:1", "3"]
 
 
@@ -82,7 +65,7 @@ def test_the_time_of_a_step_is_divided_at_each_task() -> None:
         StepTimes(PS, "worker", 200, 851.4, Division(92.0, 80.4, 20.0, 80.0, 579.0), 1.0, 2.0, 800.0),
         StepTimes(WORKER, "worker", 200, 1000.0, Division(140.0, 360.0, 30.0, 180.0, 290.0), 1.0, 1.0, 131_904.0),
     ]
-    assert printed(*step_tables(rows)) == [
+    assert lines_of(printed(*step_tables(rows))) == [
         "A step of ps:*, in us",
         " task   steps   took   Python   XLA   sending   wire   waiting   messages   values   bytes",
         " ─────────────────────────────────────────────────────────────────────────────────────────",
@@ -101,7 +84,7 @@ def test_messages_have_a_row_for_each_edge() -> None:
         MessageTimes("[g]", WORKER, PS, 2.5, 0.0, 68.0, 7.0, None),
         MessageTimes("x", WORKER, PS, 1.0, 1.0, 4.0, 7.0, 9.0),
     ]
-    assert printed(message_table(rows, most=2)) == [
+    assert lines_of(printed(message_table(rows, most=2))) == [
         "Messages of a step, in us",
         " message   from -> to         messages   values each   bytes each   sending   arrived after",
         " ──────────────────────────────────────────────────────────────────────────────────────────",

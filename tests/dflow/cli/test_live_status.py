@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from contextlib import closing
 from typing import Any
 
 import jax.numpy as jnp
 from msgspec.structs import replace
-from rich.console import Console
 
 import dflow
 from dflow.cli.live_status import live_view, show_status
@@ -17,6 +15,7 @@ from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState, 
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.status import Status, TaskHealth, WorkerProgress
 from dflow.testing import memory_cluster
+from tests.dflow.cli.printed import console, printed
 
 PS, W0, W1, W2 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2"
 
@@ -40,10 +39,7 @@ def look(at_s: float, steps: int, sent: int, states: dict[str, TaskState]) -> Lo
 
 
 def text_of(view: Any) -> str:
-    console = Console(width=160, file=io.StringIO())
-    console.print(view)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(view, width=160)
 
 
 def row(text: str, task: str) -> list[str]:
@@ -115,7 +111,7 @@ def test_a_running_cluster_is_shown_once_or_until_it_is_interrupted() -> None:
             queue = dflow.FIFOQueue(4, jnp.zeros(()), name="ready")
         queue.enqueue(jnp.float32(1))
         step = dflow.jit(lambda: v.read().sum())
-        console = Console(width=160, file=io.StringIO())
+        made, file = console(160)
         looks = 0
 
         def wait(seconds: float) -> None:
@@ -126,9 +122,8 @@ def test_a_running_cluster_is_shown_once_or_until_it_is_interrupted() -> None:
                 raise KeyboardInterrupt
 
         for watch in (False, True):
-            show_status(memory.network, memory.coordinator.address, console, watch=watch, wait=wait)
-        assert isinstance(console.file, io.StringIO)
-        text = console.file.getvalue()
+            show_status(memory.network, memory.coordinator.address, made, watch=watch, wait=wait)
+    text = file.getvalue()
     assert looks == 4
     assert text.count("Variables: ") == 1
     assert "ready 1/4" in text

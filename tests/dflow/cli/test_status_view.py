@@ -1,17 +1,14 @@
 import contextlib
-import io
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from dflow.cli.closing_summary import closing_summary
 from dflow.cli.status_view import (
     Closing,
     LoggedView,
     PlainView,
-    TerminalView,
     closing_tables,
     launch_view,
     progress_line,
@@ -29,6 +26,7 @@ from dflow.distributed.wire.messages.status import (
     VariableInfo,
     WorkerProgress,
 )
+from tests.dflow.cli.printed import console, printed
 
 PS0, PS1 = "/job:ps/task:0", "/job:ps/task:1"
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(3))
@@ -52,11 +50,9 @@ def status(**changes: object) -> Status:
     return Status(**{**made, **changes})  # type: ignore[arg-type]
 
 
-def printed(view: Status, *, closing: Closing = closing_tables, **ends: str) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(closing(view, {f"/job:{name.replace('_', '/task:')}": end for name, end in ends.items()}))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def closed(view: Status, *, closing: Closing = closing_tables, **ends: str) -> str:
+    by_task = {f"/job:{name.replace('_', '/task:')}": end for name, end in ends.items()}
+    return printed(closing(view, by_task), width=100)
 
 
 def sent(edge: str, source: str, destination: str, values: int = 2, size_bytes: int = 100) -> EdgeTraffic:
@@ -77,12 +73,12 @@ def test_progress_of_a_job_that_goes_on_names_the_tasks_that_have_not_come() -> 
 
 def test_the_closing_tables_name_losses_that_were_not_finite() -> None:
     found = NotFinite(37, "loss", float("nan"), "run_0", WORKERS[1])
-    shown = printed(status(not_finite=(found,)))
+    shown = closed(status(not_finite=(found,)))
     assert "Not finite" in shown
     assert [line.split() for line in shown.splitlines() if "run_0" in line] == [
         ["run_0", "loss", "nan", "37", "worker:1"]
     ]
-    assert "Not finite" not in printed(status())
+    assert "Not finite" not in closed(status())
 
 
 def test_progress_leaves_out_the_step_time_of_a_worker_that_left() -> None:
@@ -158,8 +154,8 @@ def test_the_workers_that_get_or_send_the_same_are_one_row() -> None:
 
 def test_all_edges_are_shown_on_request_and_else_the_largest_with_the_total() -> None:
     traffic = tuple(sent(f"edge{n:02}", PS0, WORKERS[0], size_bytes=n * 1_000_000) for n in range(40))
-    assert printed(status(traffic=traffic)).count("edge") == 40
-    assert printed(status(traffic=traffic), closing=closing_summary).endswith(
+    assert closed(status(traffic=traffic)).count("edge") == 40
+    assert closed(status(traffic=traffic), closing=closing_summary).endswith(
         "\nSent: 780.0 MB; largest: edge39 ps:0 -> worker:0 39.0 MB; edge38 ps:0 -> worker:0 38.0 MB; ... \n"
         "(--all-tables)\n"
     )
@@ -170,7 +166,7 @@ def test_the_summary_fits_one_screen_whatever_the_number_of_tasks_and_variables(
     tasks[70] = TaskInfo("/job:worker/task:70", "h:1", 0.5, 9.0, "killed by SIGKILL")
     variables = tuple(VariableInfo(f"v{n:02}", "float32", (n,), 4 * n, PS1) for n in range(90))
     progress = tuple(WorkerProgress(task.task, 1, 0.01, {"loss": 0.25}) for task in tasks)
-    shown = printed(
+    shown = closed(
         status(tasks=tuple(tasks), variables=variables, workers=progress, results={"accuracy": 0.9375}),
         closing=closing_summary,
     )
@@ -189,7 +185,7 @@ def test_the_summary_fits_one_screen_whatever_the_number_of_tasks_and_variables(
 def test_the_summary_shows_earlier_processes_of_a_task_and_what_was_not_finite() -> None:
     again = (TaskInfo(WORKERS[0], "h:1", 0.5, 2.0, "killed"), TaskInfo(WORKERS[0], "h:1", 3.0))
     found = NotFinite(37, "loss", float("nan"), "run_0", WORKERS[0])
-    shown = printed(status(tasks=again, not_finite=(found,)), closing=closing_summary)
+    shown = closed(status(tasks=again, not_finite=(found,)), closing=closing_summary)
     assert "Not finite: loss nan in run_0, first at step 37 on worker:0" in shown
     assert [line.split() for line in shown.splitlines() if line.startswith(" worker:0")] == [
         ["worker:0", "0.5", "s", "2.0", "s", "killed"],
@@ -197,22 +193,21 @@ def test_the_summary_shows_earlier_processes_of_a_task_and_what_was_not_finite()
     ]
 
 
-def test_variables_say_their_type_size_and_task() -> None:
+def test_the_closing_tables_show_results_variables_and_edges() -> None:
     variables = (VariableInfo("conv1/kernel", "float32", (3, 3, 1, 16), 576, PS1),)
-    [row] = [line.split() for line in printed(status(variables=variables)).splitlines() if "conv1" in line]
-    assert row == ["conv1/kernel", "f32[3,3,1,16]", "576", "B", "ps:1"]
-
-
-def test_an_edge_has_its_messages_values_and_bytes_unless_a_task_does_not_count_messages() -> None:
     counted = EdgeTraffic("w+9", PS0, WORKERS[0], 40, 5_000_000, messages=4)
-    rows = [line.split() for line in printed(status(traffic=(counted, sent("v", PS0, WORKERS[0])))).splitlines()]
+    traffic = (counted, sent("v", PS0, WORKERS[0]))  # a task may count no messages
+    text = closed(status(results={"test accuracy": 0.9375}, variables=variables, traffic=traffic))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["test", "accuracy", "0.9375"] in rows
+    assert ["conv1/kernel", "f32[3,3,1,16]", "576", "B", "ps:1"] in rows
     assert ["w+9", "ps:0", "->", "worker:0", "4", "40", "5.000"] in rows
     assert ["v", "ps:0", "->", "worker:0", "2", "0.000"] in rows
 
 
 def test_tasks_say_what_their_parts_of_steps_cost_also_when_they_have_left() -> None:
     tasks = (TaskInfo(PS0, "h:1", 0.5, 9.0, "stopped"), TaskInfo(WORKERS[0], "h:2", 1.0))
-    text = printed(status(tasks=tasks, costs=(PartCosts(PS0, 4000, 5.332, 19_200),), expected=(PS1,)))
+    text = closed(status(tasks=tasks, costs=(PartCosts(PS0, 4000, 5.332, 19_200),), expected=(PS1,)))
     assert [line.rstrip() for line in text[text.index("Tasks") :].splitlines() if line.strip()] == [
         "Tasks",
         " task       joined    left   parts   processor   wake-ups   why",
@@ -221,11 +216,7 @@ def test_tasks_say_what_their_parts_of_steps_cost_also_when_they_have_left() -> 
         " worker:0    1.0 s                                          live",
         " ps:1        never",
     ]
-    assert "wake-ups" not in printed(status(tasks=tasks))
-
-
-def test_results_are_shown() -> None:
-    assert "0.9375" in printed(status(results={"test accuracy": 0.9375}))
+    assert "wake-ups" not in closed(status(tasks=tasks))
 
 
 def test_tasks_say_when_they_left_and_why() -> None:
@@ -235,7 +226,7 @@ def test_tasks_say_when_they_left_and_why() -> None:
         TaskInfo(WORKERS[1], "h:3", 1.0, 8.0, "the other side closed the connection"),
         TaskInfo(WORKERS[2], "h:4", 1.0),
     )
-    rows = printed(status(tasks=tasks, expected=(PS1,)), worker_0="killed by SIGKILL", worker_1="finished")
+    rows = closed(status(tasks=tasks, expected=(PS1,)), worker_0="killed by SIGKILL", worker_1="finished")
     lines = {line.split()[0]: line.strip() for line in rows[rows.index("Tasks") :].splitlines() if ":" in line}
     assert lines["ps:0"].endswith("finished")
     assert lines["worker:0"].endswith("3.0 s   killed by SIGKILL (connection reset)")
@@ -245,60 +236,44 @@ def test_tasks_say_when_they_left_and_why() -> None:
 
 
 def test_output_to_a_file_is_plain_and_progress_comes_every_two_seconds() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    with launch_view(console, closing_summary) as view:
+    made, file = console()
+    with launch_view(made, closing_summary) as view:
         assert isinstance(view, PlainView)
         view.show_line("worker:0", "[red]as it is[/red]")
         for tenth in range(20, 45):
             view.show_status(status(now_s=tenth / 10, steps_done=tenth), ())
         view.show_event("worker:0 ended")
         view.show_end(None, {})
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+    lines = file.getvalue().splitlines()
     assert lines[0] == "[worker:0] [red]as it is[/red]"
     assert len([line for line in lines if line.startswith("step ")]) == 2
     assert lines[-1] == "dflow: worker:0 ended"
 
 
 def test_a_line_for_the_logs_alone_is_not_shown(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=120)
-    with launch_view(console, closing_summary) as shown, contextlib.closing(RunLogs(tmp_path)) as logs:
+    made, file = console()
+    with launch_view(made, closing_summary) as shown, contextlib.closing(RunLogs(tmp_path)) as logs:
         view = LoggedView(shown, logs)
         view.show_line("coordinator", "of use")
         view.log_line("coordinator", "of no use now")
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == "[coordinator] of use\n"
+    assert file.getvalue() == "[coordinator] of use\n"
     assert logs.path("coordinator").read_text() == "of use\nof no use now\n"
 
 
 def test_in_a_file_steps_are_told_when_there_are_more_and_every_half_minute() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    view = PlainView(console, closing_summary)
+    made, file = console()
+    view = PlainView(made, closing_summary)
     for second in range(50):
         view.show_status(status(now_s=float(second), steps_done=max(second - 45, 0)), ())
-    assert isinstance(console.file, io.StringIO)
-    steps = [line.split()[1] for line in console.file.getvalue().splitlines()]
+    steps = [line.split()[1] for line in file.getvalue().splitlines()]
     assert steps == ["0/100", "0/100", "1/100", "3/100"]
 
 
 def test_in_a_file_who_is_up_is_told_when_it_changes_and_every_half_minute() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    view = PlainView(console, closing_summary)
+    made, file = console()
+    view = PlainView(made, closing_summary)
     for second in range(100):
         expected = (WORKERS[0],) if second < 10 else ()
         view.show_status(status(now_s=float(second), steps_total=0, expected=expected), ())
-    assert isinstance(console.file, io.StringIO)
-    times = [float(line.split()[0]) for line in console.file.getvalue().splitlines()]
+    times = [float(line.split()[0]) for line in file.getvalue().splitlines()]
     assert times == [2.0, 10.0, 40.0, 70.0]
-
-
-def test_a_terminal_gets_a_live_line_and_the_tables_after_it() -> None:
-    console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    with launch_view(console, closing_summary) as view:
-        assert isinstance(view, TerminalView)
-        view.show_line("worker:0", "hello")
-        view.show_status(status(), ())
-        view.show_end(status(results={"accuracy": 0.5}), {})
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert text.index("hello") < text.index("accuracy")

@@ -1,14 +1,11 @@
 """The table of tasks below the scrolling lines, as text."""
 
-import io
-
-from rich.console import Console
-
 from dflow.cli.closing_summary import closing_summary
 from dflow.cli.status_view import launch_view
 from dflow.cli.tables import launch_table
 from dflow.distributed.launching.launcher import TaskRow
 from dflow.distributed.wire.messages.status import Status, WorkerProgress
+from tests.dflow.cli.printed import console, lines_of, printed
 
 ROWS = [
     TaskRow("coordinator", "running", 0, ""),
@@ -19,15 +16,12 @@ ROWS = [
 ]
 
 
-def printed(rows: list[TaskRow], rates: dict[str, float], most: int = 10) -> list[str]:
-    console = Console(file=io.StringIO(), width=72)
-    console.print(launch_table(rows, rates, most=most))
-    assert isinstance(console.file, io.StringIO)
-    return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
+def shown(rows: list[TaskRow], rates: dict[str, float], most: int = 10) -> list[str]:
+    return lines_of(printed(launch_table(rows, rates, most=most), width=72))
 
 
 def test_each_task_has_its_state_restarts_rate_and_last_line() -> None:
-    assert printed(ROWS, {"worker:0": 12.34}) == [
+    assert shown(ROWS, {"worker:0": 12.34}) == [
         " task          state          restarts   steps/s   last line",
         " ──────────────────────────────────────────────────────────────────────",
         " coordinator   running",
@@ -40,18 +34,21 @@ def test_each_task_has_its_state_restarts_rate_and_last_line() -> None:
 
 def test_what_does_not_fit_is_counted_and_trouble_comes_first() -> None:
     many = [*(TaskRow(f"worker:{index}", "running", 0, "") for index in range(40)), ROWS[3], ROWS[4]]
-    lines = printed(many, {}, most=4)
+    lines = shown(many, {}, most=4)
     assert [line.split()[0] for line in lines[2:]] == ["worker:1", "worker:0", "worker:1", "39"]
     assert lines[-1].split(maxsplit=2) == ["39", "more", "38 running, 1 finished"]
 
 
-def test_the_terminal_shows_the_table_above_the_progress_and_each_workers_rate() -> None:
-    console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
-    with launch_view(console, closing_summary) as view:
+def test_the_terminal_shows_lines_the_table_above_the_progress_and_the_summary() -> None:
+    made, file = console(100, height=40, force_terminal=True)
+    with launch_view(made, closing_summary) as view:
+        view.show_line("worker:0", "hello")
         for now_s, steps in ((1.0, 10), (3.0, 40)):
             workers = (WorkerProgress("/job:worker/task:0", steps, 0.05, {}),)
-            view.show_status(Status(now_s, (), (), workers, steps, 100, (), (), {}), ROWS)
+            now = Status(now_s, (), (), workers, steps, 100, (), (), {"accuracy": 0.5})
+            view.show_status(now, ROWS)
         view.show_status(None, ROWS)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert text.rindex(" 15.0 ") < text.rindex("worker:2") < text.rindex("the coordinator does not answer")
+        view.show_end(now, {})
+    text = file.getvalue()
+    assert text.index("hello") < text.rindex(" 15.0 ") < text.rindex("worker:2")
+    assert text.rindex("worker:2") < text.rindex("the coordinator does not answer") < text.index("accuracy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 from contextlib import closing
@@ -10,16 +9,16 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from rich.console import Console
 
 import dflow
 from dflow.cli.cost_tables import show_summary
 from dflow.testing import memory_cluster
+from tests.dflow.cli.printed import console
 
 
 @pytest.mark.parametrize("is_written", [False, True])
 def test_the_steps_of_a_running_cluster_are_summed_up(tmp_path: Path, is_written: bool) -> None:
-    console = Console(width=160, file=io.StringIO())
+    made, file = console(160)
     path = tmp_path / "trace.json" if is_written else None
     with memory_cluster(ps=1) as memory, closing(memory.worker()) as worker:
         with worker.parameter_servers():
@@ -38,7 +37,7 @@ def test_the_steps_of_a_running_cluster_are_summed_up(tmp_path: Path, is_written
             show_summary(
                 memory.network,
                 memory.coordinator.address,
-                console,
+                made,
                 steps=3,
                 timeout_s=60.0,
                 path=path,
@@ -47,8 +46,7 @@ def test_the_steps_of_a_running_cluster_are_summed_up(tmp_path: Path, is_written
         finally:
             is_over.set()
             thread.join()
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+    lines = file.getvalue().splitlines()
     rows = [line.split() for line in lines]
     assert [row[:2] for row in rows if row[:1] in (["ps:0"], ["worker:0"])][:2] == [["ps:0", "3"], ["worker:0", "3"]]
     # Each value begins at a multiple of 64 bytes.

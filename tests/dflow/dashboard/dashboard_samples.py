@@ -19,68 +19,29 @@ def task(name: str, **more: Any) -> dict[str, Any]:
     """A live task; `more` replaces or adds fields."""
     job, index = name.split(":")
     of_worker = job == "worker"
-    return {
-        "task": name,
-        "job": job,
-        "index": int(index),
-        "state": "live",
-        "level": "ok",
-        "text": "live",
-        "address": f"127.0.0.1:3301{index}",
-        "joined_at_s": 1.2,
-        "left_at_s": None,
-        "restarts": 0,
-        "steps": 113 if of_worker else 0,
-        "steps_per_s": 17.1 if of_worker else 0.0,
-        "step_s": 0.0581 if of_worker else None,
-        "parts": 340,
-        "parts_per_s": 51.2,
-        "running": 1,
-        "waiting": 2,
-        "held": 0,
-        "queues": [] if of_worker else [{"name": "examples", "size": 3, "capacity": 10}],
-        "queues_left_out": 0,
-        "heard_s": 0.4,
-        "doing": f"step 12 of {name}" if of_worker else "",
-        "processor": 0.63,
-        "python_us": 310.0,
-        "xla_us": 820.0,
-        "wakeups": 3.1,
-        "messages_per_s": 30.0,
-        "bytes_per_s": 120000.0,
-        "missed": 1.2 if of_worker else None,
-        "metrics": {"loss": 0.31} if of_worker else {},
-        "dropped": 0,
-        "claimed": 1,
-    } | more
+    steps = {"steps": 113, "steps_per_s": 17.1, "step_s": 0.0581} if of_worker else {"steps": 0, "steps_per_s": 0.0}
+    used = {"processor": 0.63, "python_us": 310.0, "xla_us": 820.0, "wakeups": 3.1, "messages_per_s": 30.0}
+    found = {"task": name, "job": job, "index": int(index), "state": "live", "level": "ok", "text": "live"}
+    found |= {"address": f"127.0.0.1:3301{index}", "joined_at_s": 1.2, "left_at_s": None, "restarts": 0}
+    found |= {"step_s": None, "parts": 340, "parts_per_s": 51.2, "running": 1, "waiting": 2, "held": 0, **steps}
+    found |= {"queues": [] if of_worker else [{"name": "examples", "size": 3, "capacity": 10}], "queues_left_out": 0}
+    found |= {"heard_s": 0.4, "doing": f"step 12 of {name}" if of_worker else "", "bytes_per_s": 120000.0, **used}
+    found |= {"missed": 1.2 if of_worker else None, "metrics": {"loss": 0.31} if of_worker else {}}
+    return found | {"dropped": 0, "claimed": 1} | more
 
 
 def edge(name: str, source: str, destination: str, size_bytes: int, bytes_per_s: float) -> dict[str, Any]:
     """The traffic of an edge."""
-    return {
-        "edge": name,
-        "source": source,
-        "destination": destination,
-        "messages": 120,
-        "values": 360,
-        "size_bytes": size_bytes,
-        "messages_per_s": 17.0,
-        "bytes_per_s": bytes_per_s,
-    }
+    ends = {"edge": name, "source": source, "destination": destination}
+    rates = {"messages_per_s": 17.0, "bytes_per_s": bytes_per_s}
+    return ends | rates | {"messages": 120, "values": 360, "size_bytes": size_bytes}
 
 
 def state(**more: Any) -> dict[str, Any]:
     """The answer to api/state."""
     tasks = [task("ps:0"), task("ps:1", processor=0.35), *map(task, WORKERS)]
-    tasks[4] |= {
-        "state": "straggler",
-        "level": "warn",
-        "text": "straggler, 2.1 x the median",
-        "step_s": 0.122,
-        "steps_per_s": 8.1,
-        "restarts": 1,
-        "processor": 0.98,
-    }
+    tasks[4] |= {"state": "straggler", "level": "warn", "text": "straggler, 2.1 x the median", "restarts": 1}
+    tasks[4] |= {"step_s": 0.122, "steps_per_s": 8.1, "processor": 0.98}
     return {
         "phase": "running",
         "phase_text": "",
@@ -160,33 +121,22 @@ def events() -> list[dict[str, Any]]:
 
 def functions() -> dict[str, Any]:
     """The answer to api/functions."""
-    one = {
-        "id": 3,
-        "name": "train_step",
-        "line": "digits.py:12",
-        "traces": 2,
-        "last_changes": ["x: f32[8,64] -> f32[5,64]"],
-        "has_graph": True,
-        "total_ms": 812.0,
-    }
+    changes = ["x: f32[8,64] -> f32[5,64]"]
+    one = {"id": 3, "name": "train_step", "line": "digits.py:12", "traces": 2, "last_changes": changes}
+    one |= {"has_graph": True, "total_ms": 812.0}
     return {"tasks": [{"task": "worker:0", "functions": [one]}], "missing": {"worker:1": "did not answer within 2 s"}}
 
 
 def traces() -> dict[str, Any]:
     """The answer to api/traces."""
-    arguments = {"x": "f32[8,64]", "y": "i32[8]"}
-    first = {
-        "number": 1,
-        "call": "digits.py:40",
-        "changes": ["first trace"],
-        "arguments": arguments,
-        "trace_ms": 20.1,
-        "total_ms": 610.0,
-        "captured": [],
-        "has_graph": True,
-    }
-    second = first | {"number": 2, "changes": ["x: f32[8,64] -> f32[5,64]", "y: i32[8] -> i32[5]"], "total_ms": 202.0}
-    return {"task": "worker:0", "id": 3, "name": "train_step", "records": [first, second], "left_out": 0}
+    shared = {"call": "digits.py:40", "arguments": {"x": "f32[8,64]", "y": "i32[8]"}, "trace_ms": 20.1, "captured": []}
+    shared["has_graph"] = True
+    changes = ["x: f32[8,64] -> f32[5,64]", "y: i32[8] -> i32[5]"]
+    records = [
+        shared | {"number": 1, "changes": ["first trace"], "total_ms": 610.0},
+        shared | {"number": 2, "changes": changes, "total_ms": 202.0},
+    ]
+    return {"task": "worker:0", "id": 3, "name": "train_step", "records": records, "left_out": 0}
 
 
 def graph() -> dict[str, Any]:
@@ -221,49 +171,15 @@ def graph() -> dict[str, Any]:
 
 def timeline(line: str = "digits.py:14") -> dict[str, Any]:
     """The answer to api/timeline, with a measured item at `line`."""
-    took = {
-        "task": "worker:0",
-        "starters": "worker",
-        "steps": 5,
-        "took_us": 4423.0,
-        "python_us": 475.0,
-        "xla_us": 2230.0,
-        "sending_us": 141.0,
-        "wire_us": 330.0,
-        "waiting_us": 1247.0,
-        "messages": 2.0,
-        "values": 8.0,
-        "size_bytes": 153200.0,
-    }
-    message = {
-        "edge": "dense/kernel",
-        "source": "ps:1",
-        "destination": "worker:0",
-        "messages": 1.0,
-        "values": 3.0,
-        "size_bytes": 131900.0,
-        "sending_us": 52.0,
-        "arrival_us": 230.0,
-    }
-    item = {
-        "task": "worker:0",
-        "line": line,
-        "name": "%10 (xla.call)",
-        "kind": "Call",
-        "per_step": 1.0,
-        "mean_us": 2100.0,
-    }
-    return {
-        "state": "done",
-        "text": "5 steps of 2 tasks, clocks aligned to 30 us",
-        "steps": 5,
-        "number": 1,
-        "size_bytes": 81234,
-        "took": [took],
-        "messages": [message],
-        "items": [item, item | {"kind": "Recv", "name": "dense/kernel", "mean_us": 1040.0}],
-        "starting": "worker",
-    }
+    times = {"took": 4423.0, "python": 475.0, "xla": 2230.0, "sending": 141.0, "wire": 330.0, "waiting": 1247.0}
+    took = {"task": "worker:0", "starters": "worker", "steps": 5, **{f"{name}_us": us for name, us in times.items()}}
+    took |= {"messages": 2.0, "values": 8.0, "size_bytes": 153200.0}
+    message = {"edge": "dense/kernel", "source": "ps:1", "destination": "worker:0", "messages": 1.0, "values": 3.0}
+    message |= {"size_bytes": 131900.0, "sending_us": 52.0, "arrival_us": 230.0}
+    item = {"task": "worker:0", "line": line, "name": "%10 (xla.call)", "kind": "Call", "per_step": 1.0}
+    items = [item | {"mean_us": 2100.0}, item | {"kind": "Recv", "name": "dense/kernel", "mean_us": 1040.0}]
+    state = {"state": "done", "text": "5 steps of 2 tasks, clocks aligned to 30 us", "steps": 5, "number": 1}
+    return state | {"size_bytes": 81234, "took": [took], "messages": [message], "items": items, "starting": "worker"}
 
 
 def trace() -> dict[str, Any]:
@@ -278,7 +194,7 @@ def trace() -> dict[str, Any]:
         for tid, track in enumerate(own, 1):
             found.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": {"name": track}})
     for step in range(3):
-        at = 4600.0 * step
+        at, flow = 4600.0 * step, {"id": step + 1, "name": "dense/kernel", "cat": "messages"}
         found += [
             _slice(2, 1, f"step {step} of worker:0", "steps", at, 4400, step),
             _slice(1, 1, f"step {step} of worker:0", "parts of steps", at + 60, 4200, step),
@@ -288,17 +204,8 @@ def trace() -> dict[str, Any]:
             _slice(2, 4, "dense/kernel from ps:1", "messages", at + 1110, 1, step),
             _slice(2, 2, "dispatch %10 (xla.call)", "Python", at + 1140, 160, step),
             _slice(2, 3, "%10 (xla.call)", "XLA", at + 1160, 2230, step),
-            {"ph": "s", "id": step + 1, "name": "dense/kernel", "cat": "messages", "pid": 1, "tid": 3, "ts": at + 210},
-            {
-                "ph": "f",
-                "bp": "e",
-                "id": step + 1,
-                "name": "dense/kernel",
-                "cat": "messages",
-                "pid": 2,
-                "tid": 4,
-                "ts": at + 1110,
-            },
+            flow | {"ph": "s", "pid": 1, "tid": 3, "ts": at + 210},
+            flow | {"ph": "f", "bp": "e", "pid": 2, "tid": 4, "ts": at + 1110},
         ]
     return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {}}
 

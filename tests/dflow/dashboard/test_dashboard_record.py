@@ -102,15 +102,15 @@ class SimulatedRun:
 
 
 def texts(updates: list[PageUpdate]) -> list[str]:
-    return [event["text"] for update in updates if update.name == "news" for event in update.data["events"]]
+    return [event["text"] for name, data in updates if name == "news" for event in data["events"]]
 
 
 def test_before_the_first_snapshot_it_connects() -> None:
     run = SimulatedRun()
     assert run.record.state()["phase"] == "connecting"
-    (update,) = run.fail()
-    assert update.data["phase"] == "connecting"
-    assert update.data["phase_text"] == "no answer of the coordinator at h:1 yet: no answer"
+    ((_, update),) = run.fail()
+    assert update["phase"] == "connecting"
+    assert update["phase_text"] == "no answer of the coordinator at h:1 yet: no answer"
     assert run.record.events(0) == {"events": [], "newest": 0, "lost": 0}
 
 
@@ -119,7 +119,7 @@ def test_a_running_cluster_has_rates_and_curves() -> None:
     run.look()
     assert run.row("worker:0")["steps_per_s"] is None, "one snapshot has no rates"
     updates = run.look()
-    assert [update.name for update in updates] == ["state", "points"]
+    assert [name for name, _ in updates] == ["state", "points"]
     state = run.record.state()
     assert state["phase"] == "running"
     assert state["wall_s"] == 1e9 + 2
@@ -131,7 +131,7 @@ def test_a_running_cluster_has_rates_and_curves() -> None:
     assert run.row("ps:0")["queues"] == [{"name": "examples", "size": 3, "capacity": 10}]
     assert state["edges"][0]["bytes_per_s"] == 1000.0
     assert state["jobs"] == {"ps": {"live": 1, "steps_per_s": 0.0}, "worker": {"live": 2, "steps_per_s": 20.0}}
-    points = updates[-1].data
+    _, points = updates[-1]
     assert (points["at_s"], points["step"]) == (2.0, 40)
     assert points["values"]["worker:1/loss"] == 0.5
     assert (
@@ -183,7 +183,7 @@ def test_the_curve_of_a_killed_worker_ends_with_its_last_report() -> None:
     for _ in range(3):
         run.look()
     run.kill(W1)
-    (points,) = (update.data["values"] for update in run.look() if update.name == "points")
+    (points,) = (data["values"] for name, data in run.look() if name == "points")
     assert points["worker:0/loss"] == 1 / 4
     assert not [name for name in points if name.startswith("worker:1/")]
 
@@ -246,7 +246,7 @@ def test_another_run_at_the_same_address_begins_a_new_record() -> None:
     before = run.record.state()["run"]
     updates = run.look()
     assert texts(updates) == ["worker:0 of another run joined"]
-    assert (before, {update.name: update.data.get("run") for update in updates}) == (
+    assert (before, {name: data.get("run") for name, data in updates}) == (
         "c",
         {"state": "d", "news": None, "points": "d"},
     )
@@ -317,7 +317,7 @@ def test_results_such_as_those_of_evaluations_are_curves_with_a_value_for_each_c
     run = SimulatedRun()
 
     def shown(**results: float) -> Any:
-        (points,) = [update.data for update in run.look(results=results) if update.name == "points"]
+        (points,) = [data for name, data in run.look(results=results) if name == "points"]
         return points["values"].get(SeriesName("", "auc", "").id)
 
     assert [shown(), shown(auc=0.5), shown(auc=0.5), shown(auc=0.75, other=1.0)] == [None, 0.5, None, 0.75]
@@ -329,8 +329,8 @@ def test_the_value_of_an_evaluation_is_at_its_own_step_also_if_it_is_the_same_ag
     told = []
     for steps in (125, 125, 250):
         updates = run.look(results={name: value}, result_steps={name: steps})
-        told.append([one.data["step"] for one in updates if name in one.data.get("values", ())])
-        assert any("steps/s" in one.data.get("values", ()) for one in updates)
+        told.append([data["step"] for _, data in updates if name in data.get("values", ())])
+        assert any("steps/s" in data.get("values", ()) for _, data in updates)
     assert told == [[125], [], [250]]
     (series,) = run.record.history.json([name])["series"]
     assert series["step"] == [125, 250]

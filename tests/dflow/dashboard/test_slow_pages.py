@@ -42,7 +42,7 @@ def test_a_page_that_falls_behind_and_does_not_read_the_end_leaves_its_place(mon
     aborted: list[bool] = []
 
     async def serve() -> int:
-        one = streams.Streams(lambda: [PageUpdate("state", {})])
+        one = streams.Streams(lambda: [("state", {})])
         one.open()
         ends, is_slow = 0, asyncio.Event()
 
@@ -62,7 +62,7 @@ def test_a_page_that_falls_behind_and_does_not_read_the_end_leaves_its_place(mon
         while not one.pages:
             await asyncio.sleep(0)
         for _ in range(streams.KEPT + 1):
-            one.publish([PageUpdate("state", {})])
+            one.publish([("state", {})])
         await asyncio.sleep(0)
         is_slow.set()
         async with asyncio.timeout(20):
@@ -87,7 +87,7 @@ def test_the_connection_of_a_page_that_does_not_read_is_closed(monkeypatch: pyte
         until(lambda: server._dashboard.streams.pages == 1)
 
         def is_closed() -> bool:
-            server._dashboard.streams.publish([PageUpdate("state", {"x": "y" * 1_000_000})])
+            server._dashboard.streams.publish([("state", {"x": "y" * 1_000_000})])
             return connected(server) == 0
 
         until(is_closed)
@@ -114,7 +114,7 @@ def test_the_last_state_is_told_again_while_a_look_takes_long(monkeypatch: pytes
         raise OSError("too slow")
 
     def update(updates: Sequence[PageUpdate]) -> None:
-        assert [one.name for one in updates] == ["state"]
+        assert [name for name, _ in updates] == ["state"]
         told.release()
 
     monkeypatch.setattr(cluster_watch, "look", slow)

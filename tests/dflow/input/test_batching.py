@@ -112,12 +112,6 @@ def test_iterables_without_end_and_epochs_without_end_are_batched() -> None:
         len(forever)
 
 
-def test_elements_that_are_trees_are_stacked_leaf_by_leaf() -> None:
-    (batch,) = batches([{"x": np.ones(2) * n, "y": n} for n in range(3)], 3)
-    assert batch["x"].shape == (3, 2)
-    assert batch["y"].tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("shuffle", [False, 3, 8])
 def test_an_iterable_may_give_one_buffer_again_and_again(shuffle: int | bool) -> None:
     class Foreign:

@@ -6,7 +6,6 @@ import gc
 import itertools
 import math
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from dflow.data import batches, feed
 from dflow.input import feeding
 from dflow.lowering.queues.queue_producer import HeldQueueProducer
 from dflow.tracing.errors import StepCancelled
+from tests.distributed.waiting import until
 
 WAIT_S = 60.0
 I32 = jax.ShapeDtypeStruct((), jnp.int32)
@@ -39,13 +39,6 @@ def _rest(queue: Any) -> list[Any]:
             taken.append(jax.tree.map(np.asarray, queue.dequeue(timeout_s=WAIT_S)))
         except dflow.QueueClosed:
             return taken
-
-
-def _until(condition: Any) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.001)
 
 
 def test_all_of_an_iterable_comes_out_in_order_and_then_the_queue_is_closed() -> None:
@@ -67,9 +60,9 @@ def test_a_full_queue_holds_the_iterable_back() -> None:
 
     queue = _queue(3)
     with feed(numbers(), queue) as running:
-        _until(lambda: running.count == 3 and len(given) == 4)
+        until(lambda: running.count == 3 and len(given) == 4)
         queue.dequeue()
-        _until(lambda: running.count == 4 and len(given) == 5)
+        until(lambda: running.count == 4 and len(given) == 5)
     assert len(given) == 5
     assert [int(number) for number in _rest(queue)] == [1, 2, 3]
 
@@ -207,7 +200,26 @@ def test_what_came_before_an_error_of_one_of_several_threads_is_put_in() -> None
         queue.dequeue()
 
 
-def test_stopping_ends_the_threads_and_runs_the_generators_finally() -> None:
+def _stopped(running: Any, queue: dflow.FIFOQueue) -> None:
+    running.stop()
+
+
+def _closed(running: Any, queue: dflow.FIFOQueue) -> None:
+    queue.close(cancel_pending=True)
+
+
+def _reset(running: Any, queue: dflow.FIFOQueue) -> None:
+    dflow.reset_container("input")
+
+
+def _refused(running: Any, queue: dflow.FIFOQueue) -> None:
+    with pytest.raises(dflow.FeedError):  # after the elements before the one that `map` refuses
+        list(iter(lambda: queue.dequeue(timeout_s=WAIT_S), None))
+
+
+@pytest.mark.parametrize("end", [_stopped, _closed, _reset, _refused])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_end_ends_the_threads_and_runs_the_generators_finally(end: Any, threads: int) -> None:
     ended = []
 
     def numbers() -> Iterator[int]:
@@ -216,14 +228,23 @@ def test_stopping_ends_the_threads_and_runs_the_generators_finally() -> None:
         finally:
             ended.append(True)
 
-    queue = _queue(2)
-    running = feed(numbers(), queue, threads=3)
-    _until(lambda: running.count == 2)
-    running.stop()
+    def few(number: int) -> int:
+        return [*range(4 + threads)][number] if end is _refused else number
+
+    with dflow.container("input"):
+        queue = _queue()
+    running = feed(numbers(), queue, map=few, threads=threads)
+    until(lambda: running.count == 4)
+    end(running, queue)
     running.join(WAIT_S)
-    assert ended == [True]
-    assert len(_rest(queue)) == 2
-    assert not running.is_running()
+    assert (ended, running.is_running()) == ([True], False)
+    if end is _stopped:
+        assert (running.error, len(_rest(queue))) == (None, 4)
+    elif end is _reset:
+        with pytest.raises(dflow.QueueError, match="container 'input' was reset"):
+            queue.dequeue()
+    elif end is _refused:
+        assert isinstance(running.error, IndexError)
 
 
 def test_an_interrupt_of_who_consumes_ends_the_threads() -> None:
@@ -234,71 +255,15 @@ def test_an_interrupt_of_who_consumes_ends_the_threads() -> None:
     assert not running.is_running()
 
 
-def _closing(queue: dflow.FIFOQueue) -> None:
-    queue.close(cancel_pending=True)
-
-
-def _resetting(queue: dflow.FIFOQueue) -> None:
-    dflow.reset_container("input")
-
-
-@pytest.mark.parametrize("end", [_closing, _resetting])
-def test_ending_the_queue_ends_the_feed_and_runs_the_generators_finally(end: Any) -> None:
-    ended = []
-
-    def numbers() -> Iterator[int]:
-        try:
-            yield from itertools.count()
-        finally:
-            ended.append(True)
-
-    with dflow.container("input"):
-        queue = _queue()
-    running = feed(numbers(), queue)
-    _until(lambda: running.count == 4)
-    end(queue)
-    running.join(WAIT_S)
-    assert ended == [True]
-    assert running.error is None or isinstance(running.error, dflow.DflowError)
-
-
-def test_an_error_of_map_runs_the_generators_finally() -> None:
-    ended = []
-
-    def numbers() -> Iterator[int]:
-        try:
-            yield from itertools.count()
-        finally:
-            ended.append(True)
-
-    queue = _queue()
-    running = feed(numbers(), queue, map=lambda number: [].pop())
-    running.join(WAIT_S)
-    with pytest.raises(dflow.FeedError):
-        queue.dequeue()
-    assert ended == [True]
-    assert isinstance(running.error, IndexError)
-
-
 def test_a_queue_that_nobody_has_any_more_ends_its_feed() -> None:
     queue = _queue()
     gone = weakref.ref(queue)
     running = feed(itertools.count(), queue)
-    _until(lambda: running.count == 4)
+    until(lambda: running.count == 4)
     del queue
     gc.collect()
-    _until(lambda: gone() is None)  # the feed's thread holds the queue while it converts an element
+    until(lambda: gone() is None)  # the feed's thread holds the queue while it converts an element
     running.join(WAIT_S)
-
-
-def test_resetting_the_container_of_a_queue_ends_its_feed() -> None:
-    with dflow.container("input"):
-        queue = _queue()
-    running = feed(itertools.count(), queue)
-    dflow.reset_container("input")
-    running.join(WAIT_S)
-    with pytest.raises(dflow.QueueError, match="container 'input' was reset"):
-        queue.dequeue()
 
 
 def test_several_feeds_share_a_queue_that_none_of_them_closes() -> None:
@@ -312,7 +277,7 @@ def test_several_feeds_share_a_queue_that_none_of_them_closes() -> None:
 def test_join_says_what_the_threads_wait_for() -> None:
     queue = _queue()
     with feed(itertools.count(), queue) as running:
-        _until(lambda: running.count == 4 and running._waiting)
+        until(lambda: running.count == 4 and running._waiting)
         says = r"(?s)1 of 1 threads of the feed of queue 'q' have not ended within 0\.01 s; they wait for room.*stop"
         with pytest.raises(dflow.DeadlineExceeded, match=says):
             running.join(0.01)
@@ -398,9 +363,3 @@ def test_a_process_that_ends_waits_no_longer_for_many_slow_feeds_than_for_one(mo
     for running in feeds:
         running.join(WAIT_S)
     assert now == pytest.approx(feeding._EXIT_S)
-
-
-def test_batches_are_fed() -> None:
-    queue = _queue(4, {"x": jax.ShapeDtypeStruct((4, 2), jnp.float32)})
-    feed(batches({"x": np.arange(20.0).reshape(10, 2)}, 4, epochs=2, drop_remainder=True), queue)
-    assert len(_rest(queue)) == 4

@@ -312,13 +312,3 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'evry'") as error:
         Print(evry=1)  # type: ignore[call-arg]
     assert "did you mean every?" in error.value.__notes__[0]
-
-
-def test_callbacks_learn_of_the_start_of_a_run() -> None:
-    class Started(dflow.Callback):
-        def on_start(self, steps: int, cluster: Any) -> None:
-            starts.append((steps, cluster.is_standalone))
-
-    starts: list[tuple[int, bool]] = []
-    trained([Started()], steps=1)
-    assert starts == [(0, True)]

@@ -94,15 +94,6 @@ def test_a_program_that_is_started_again_goes_on_with_the_curves(tmp_path: Path)
     assert server_steps(tmp_path, "note/text_summary") == [0, 0, 0]
 
 
-def test_text_before_the_first_step_is_not_discarded_with_earlier_runs(tmp_path: Path) -> None:
-    for run in range(2):
-        with TensorBoard(tmp_path, hyperparameters={"run": run}) as board:
-            board.text(0, "note", str(run))
-            board.log(0, {"loss": run})
-    assert curve(tmp_path, "loss") == [(0, 1)]
-    assert server_steps(tmp_path, "note/text_summary") == [0]
-
-
 def test_a_second_run_with_one_logger_goes_on_with_the_curves(tmp_path: Path) -> None:
     board, cluster = TensorBoard(tmp_path, every=1), dflow.connect()
     for first, last in ((0, 5), (0, 5), (2, 3)):

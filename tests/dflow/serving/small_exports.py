@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 import dflow
 from dflow.distributed.transport.addresses import TcpAddress
@@ -16,8 +18,10 @@ from dflow.distributed.transport.security.policy import SameMachine
 from dflow.serving.model_server import ModelServer
 from dflow.serving.request_batches import RequestQueue
 from dflow.serving.served_version import ServingSettings
+from tests.dflow.serving.inference_client import infer, json_request
 
 DEADLINE_S = 60.0
+ONE_ROW = json_request(x=np.ones((1, 2), np.float32))
 ROWS = dflow.spec("b, 2", jnp.float32)
 
 
@@ -58,21 +62,37 @@ def served(folder: Path, settings: ServingSettings = USUAL, **options: Any) -> I
 
 
 class HeldCalls:
-    """Calls of a queue's function; each waits for `release`. `batches` has the inputs of each."""
+    """Calls of the function of a served model `scale`, asked from threads; each waits for `release`."""
 
-    def __init__(self, queue: RequestQueue) -> None:
-        self.batches: list[dict[str, Any]] = []
-        self.began, self._go_on = threading.Semaphore(0), threading.Event()
+    def __init__(self, server: ModelServer) -> None:
+        version = server.models["scale"].current
+        assert version is not None
+        queue: RequestQueue = version.queues["times"]
+        self._began, self._go_on = threading.Semaphore(0), threading.Event()
         self._call: Callable[..., Any] = queue.tensors.call
         queue.tensors.call = self  # type: ignore[method-assign, assignment]
+        self._url, self._pool = server.url, ThreadPoolExecutor(8)
 
     def __call__(self, fn: Any, arrays: Any) -> Any:
-        """Record the call and wait."""
-        self.batches.append(dict(arrays))
-        self.began.release()
+        """Wait in the thread that computes."""
+        self._began.release()
         assert self._go_on.wait(DEADLINE_S)
         return self._call(fn, arrays)
+
+    def ask(self, body: bytes = ONE_ROW) -> Future[tuple[int, Any, dict[str, str]]]:
+        """Send a request, whose answer comes after `release`."""
+        return self._pool.submit(infer, self._url, "scale", body)
+
+    def ask_first(self, body: bytes = ONE_ROW) -> Future[tuple[int, Any, dict[str, str]]]:
+        """Send a request, and return when its computation has begun."""
+        asked = self.ask(body)
+        assert self._began.acquire(timeout=DEADLINE_S)
+        return asked
+
+    def later(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        return self._pool.submit(call, *arguments)
 
     def release(self) -> None:
         """Let all calls go on."""
         self._go_on.set()
+        self._pool.shutdown(wait=False)

@@ -27,7 +27,7 @@ TENSORS = SignatureTensors("f", dflow.export(lambda x: x + 1, dflow.spec("b", jn
 
 
 class Doubling:
-    """A function whose calls wait for `go_on`; it fails for a negative number, and refuses one above 100."""
+    """A function whose calls wait for `go_on`; it fails for a negative number."""
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
@@ -39,26 +39,12 @@ class Doubling:
         self.seen.append(x.tolist())
         self.began.release()
         assert self.go_on.wait(DEADLINE_S)
-        if (x > 100).any():
-            raise dflow.InputError("ids outside", "give others")
         if (x < 0).any():
             raise self.error
         return 2 * x
 
     def clear_cache(self) -> None:
         self.cleared += 1
-
-
-class Observed:
-    """Records the batches."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, int]] = []
-
-    def batch(self, function: str, rows: int, took_s: float, waits_s: Sequence[float]) -> None:
-        assert took_s >= 0
-        assert min(waits_s) >= 0
-        self.rows.append((rows, len(waits_s)))
 
 
 @pytest.fixture
@@ -76,14 +62,21 @@ class Bench:
     """A queue with its function, and requests from another thread's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most: int, capacity: int = 64) -> None:
-        self.fn, self.observed, self._loop = Doubling(), Observed(), loop
+        self.fn, self._loop = Doubling(), loop
+        #: Of each batch, the numbers of rows and of requests.
+        self.observed: list[tuple[int, int]] = []
+
+        def observe(function: str, rows: int, took_s: float, waits_s: Sequence[float]) -> None:
+            assert min(took_s, *waits_s) >= 0
+            self.observed.append((rows, len(waits_s)))
+
         self.queue = RequestQueue(
             TENSORS,
             self.fn,
             most=most,
             delay_s=0.0,
             capacity=capacity,
-            observe=self.observed.batch,
+            observe=observe,
             exclusive=nullcontext(),
         )
 
@@ -130,17 +123,7 @@ def test_requests_that_wait_are_computed_together_and_padded(loop: asyncio.Abstr
     assert [values(asked) for asked in (first, *more)] == [[2], [4, 6], [8], [10, 12]]
     # The last request would have made 5 rows, and is in the next batch.
     assert bench.fn.seen == [[1], [2, 3, 4, 0], [5, 6]]
-    assert bench.observed.rows == [(1, 1), (3, 2), (2, 1)]
-    bench.queue.close()
-
-
-def test_ids_of_one_request_are_no_reason_to_refuse_the_others(loop: asyncio.AbstractEventLoop) -> None:
-    bench = Bench(loop, most=4)
-    first = bench.ask_first(1)
-    good, bad, last = bench.ask_more([2, 3], [400], [5])
-    bench.fn.go_on.set()
-    assert [values(asked) for asked in (first, good, last)] == [[2], [4, 6], [10]]
-    assert (refusal(bad).status, str(refusal(bad))) == (400, "f: ids outside")
+    assert bench.observed == [(1, 1), (3, 2), (2, 1)]
     bench.queue.close()
 
 

@@ -27,19 +27,10 @@ def plain(rows: int) -> Any:
     return dflow.Variable(jnp.full((rows, 2), float(rows)), name="items").gather
 
 
-def embedding(rows: int, **options: Any) -> Any:
-    """Return a table of `rows` rows, whose values are all `rows`."""
-    return dflow.Embedding(rows, 2, initializer=jax.nn.initializers.constant(rows), name="items", **options)
-
-
-def table(rows: int) -> Any:
-    """Return a function like that of `plain` over a table."""
-    return embedding(rows).__call__
-
-
 def table_of_ids(rows: int) -> Any:
     """Return a function like that of `plain` over a table with a vocabulary."""
-    items = embedding(rows, vocabulary=dflow.Vocabulary(bucket=1))
+    initializer = jax.nn.initializers.constant(rows)
+    items = dflow.Embedding(rows, 2, initializer=initializer, name="items", vocabulary=dflow.Vocabulary(bucket=1))
     return lambda ids: items(dflow.WideIds(jnp.zeros(ids.shape, jnp.uint32), ids.astype(jnp.uint32)))
 
 
@@ -58,12 +49,6 @@ def write_refused(path: Path, rows: int) -> None:
     dflow.export(lambda x: x * items[0, 0], dflow.spec("b", jnp.complex64)).save(path)
 
 
-def write_noise(path: Path, seed: int) -> None:
-    """Export a function that adds random numbers of a generator."""
-    noise = dflow.Generator(seed, name="noise")
-    dflow.export(lambda x: jax.random.uniform(noise.split()) + x, dflow.spec("", jnp.float32)).save(path)
-
-
 def rows_of(url: str, model: str) -> tuple[str, list[float]]:
     """Return the version that answers, and the row of id 1."""
     status, body, _ = infer(url, model, json_request(ids=np.array([1], np.int32)))
@@ -71,7 +56,7 @@ def rows_of(url: str, model: str) -> tuple[str, list[float]]:
     return body["model_version"], body["outputs"][0]["data"]
 
 
-@pytest.mark.parametrize("kind", [plain, table, table_of_ids])
+@pytest.mark.parametrize("kind", [plain, table_of_ids])
 def test_models_and_versions_have_variables_of_one_name_and_other_shapes(
     kind: Callable[[int], Any], tmp_path: Path
 ) -> None:
@@ -123,31 +108,3 @@ def test_what_a_model_learns_does_not_change_another_of_the_same_names_and_shape
     # Each was saved under the names of its export.
     saved = [dflow.load(tmp_path / name / "2") for name in "ab"]
     assert [(list(one.variables), float(one.total())) for one in saved] == [(["total"], 7.0), (["total"], 30.0)]
-
-
-def test_generators_of_one_name_draw_apart(tmp_path: Path) -> None:
-    for seed, name in enumerate("ab"):
-        write_noise(tmp_path / name, seed)
-
-    def draws(url: str, name: str) -> float:
-        value: float = infer(url, name, json_request(x=np.float32(0)))[1]["outputs"][0]["data"][0]
-        return value
-
-    alone = {}
-    for name in "ab":
-        with served(tmp_path / name, ServingSettings(learn=True)) as server:
-            alone[name] = [draws(server.url, name) for _ in range(2)]
-    with served(tmp_path, ServingSettings(learn=True)) as server:
-        mixed = [(draws(server.url, "a"), draws(server.url, "b")) for _ in range(2)]
-    assert mixed == list(zip(alone["a"], alone["b"], strict=True))
-    assert len({*alone["a"], *alone["b"]}) == 4
-
-
-def test_two_exports_loaded_under_one_name_are_told_of_prefix(tmp_path: Path) -> None:
-    for name, rows in (("a", 3), ("b", 5)):
-        write(tmp_path / name, plain(rows))
-    first = dflow.load(tmp_path / "a")
-    with pytest.raises(dflow.VariableError, match="give one of them another name or `prefix=`"):
-        dflow.load(tmp_path / "b")
-    second = dflow.load(tmp_path / "b", prefix="b/")
-    assert [float(one(jnp.array([1]))[0, 0]) for one in (first, second)] == [3.0, 5.0]

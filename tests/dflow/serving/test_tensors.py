@@ -187,18 +187,6 @@ def test_a_bad_request_is_refused(body: bytes, size: str | None, text: str) -> N
         decode_request(body, size)
 
 
-def test_members_are_checked_in_the_binary_form_too() -> None:
-    body, headers = binary_request(x=np.ones(2, np.float32))
-    size = int(headers["Inference-Header-Content-Length"])
-    for old, new, text in (
-        (b'"shape"', b'"shapes"', "input 'x': unknown member 'shapes'; did you mean shape?"),
-        (b'"binary_data_output"', b'"sequence_id"', "the request: unknown parameter 'sequence_id'"),
-    ):
-        head = body[:size].replace(old, new)
-        with pytest.raises(RefusedRequest, match=text):
-            decode_request(head + body[size:], str(len(head)))
-
-
 @pytest.mark.parametrize("shape", [(11,), (5, 2), (4, 3, 2), (3, 0), (0,)])
 @pytest.mark.parametrize("indent", [None, 1])
 def test_long_lists_are_decoded_and_encoded_in_pieces(

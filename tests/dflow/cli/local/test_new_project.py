@@ -9,7 +9,6 @@ from dflow import __version__
 from dflow.__main__ import main
 from dflow.cli.local.new_project import new_project
 from dflow.tracing.errors import ConfigError
-from tests.distributed.processes import Spawned
 
 
 def test_a_new_project_passes_its_own_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,16 +22,6 @@ def test_a_new_project_passes_its_own_tests(tmp_path: Path, monkeypatch: pytest.
         getattr(tests, name)()
     for module in ("test_ring_finder", "ring_finder"):
         del sys.modules[module]
-
-
-@pytest.mark.once
-def test_a_new_project_runs_on_a_launched_cluster(tmp_path: Path) -> None:
-    new_project("rings", tmp_path)
-    with Spawned("-m", "dflow", "launch", "rings.py", "--steps", "40", cwd=tmp_path / "rings") as ran:
-        status, output = ran.finish()
-    assert status == 0, output
-    assert "Steps: 40 of 40" in output
-    assert "Results: accuracy 0." in output
 
 
 def test_a_new_project_has_a_readme_and_asks_for_this_version(tmp_path: Path) -> None:

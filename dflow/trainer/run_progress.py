@@ -1,10 +1,17 @@
-"""Means of the results of steps, without waiting for the devices: only values that are computed are read."""
+"""The progress of a run: means of the results of its steps, and a line at the bottom of the terminal.
+
+Only values that are computed are read, so that no step waits for the devices.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflow.distributed.training.step_report import scalars
 
@@ -37,3 +44,26 @@ class RunningMeans:
 
 def _is_computed(value: Any) -> bool:
     return not hasattr(value, "is_ready") or bool(value.is_ready())
+
+
+@contextmanager
+def progress_bar(
+    name: str, steps: int, done: int, is_shown: bool | None
+) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """Yield a function that shows the number of steps done of `steps`, and metrics if there are any.
+
+    is_shown  None: if standard error is a terminal
+    """
+    console = Console(stderr=True)
+    is_hidden = not (console.is_terminal if is_shown is None else is_shown)
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[metrics]}")
+    with Progress(TextColumn(name), *columns, console=console, disable=is_hidden, refresh_per_second=2) as bar:
+        task = bar.add_task(name, total=steps, completed=done, metrics="")
+
+        def show(done: int, metrics: Mapping[str, float]) -> None:
+            text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            bar.update(task, completed=done)
+            if text:
+                bar.update(task, metrics=text)
+
+        yield show
