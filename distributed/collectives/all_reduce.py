@@ -12,7 +12,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -125,8 +125,12 @@ class AllReduce(Strategy):
 
     def _steps(self, run: StrategyRun) -> Iterator[Any]:
         def call(number: int, batch: Any) -> Any:
-            with self._step_of(run, number):
-                return run.step(*arguments_of(self._on.divided(batch)))
+            arguments = arguments_of(self._on.divided(batch))
+            if self._programs is None:
+                return run.step(*arguments)
+            # All processes compare the programs of the step before they run them.
+            with self._on.shared_step(self._programs, _point(run, number), is_one_call=hasattr(run.step, "trace")):
+                return run.step(*arguments)
 
         return self._called(run, call)
 
@@ -151,16 +155,6 @@ class AllReduce(Strategy):
             raise
         with self._computing():
             progress.report()
-
-    @contextmanager
-    def _step_of(self, run: StrategyRun, number: int) -> Iterator[None]:
-        """Return the context of step `number`, whose programs all processes compare before they run them."""
-        if self._programs is None:
-            yield
-            return
-        point, is_one_call = _point(run, number), hasattr(run.step, "trace")
-        with self._on.shared_step(self._programs, point, is_one_call=is_one_call):
-            yield
 
     def _end_together(self, run: StrategyRun) -> None:
         """Meet the other processes at the end of the run, whose loop the program has left at the last step."""

@@ -62,22 +62,31 @@ class StepPauses(CoordinatorPart):
         return self.ask(request.task, received.ask)
 
     @requests.handles(ResumeSteps)
-    def _resume(self, request: ResumeSteps, received: Received) -> Sequence[Command]:
-        were_paused, commands = self.resume(request.task, request.number)
-        return [*commands, SendReply(received.ask, StepsResumed(were_paused))]
+    def resume(self, request: ResumeSteps, received: Received) -> Sequence[Command]:
+        """End the pause of a task; answer whether steps were paused until now."""
+        is_of_this = (request.task, request.number) == (self.first, self._number)
+        were_paused = self._is_reached and not self._is_broken and is_of_this
+        return [*self.withdraw(request.task), SendReply(received.ask, StepsResumed(were_paused))]
 
     @notices.handles(StepsHeld)
-    def _held(self, report: StepsHeld, received: Received) -> Sequence[Command]:
-        self.held(report.task, report.number)
+    def held(self, report: StepsHeld, received: Received) -> Sequence[Command]:
+        """Handle a task's report that it runs no shared step."""
+        if report.number == self._number:
+            self._waits_for.discard(report.task)
         return []
 
     def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Have a task hold its steps while a pause is on."""
-        return self.joined(task, peer)
+        """Have a task that joins, or joins again, hold its steps while a pause is on."""
+        if not self.is_on:
+            return []
+        self._is_broken = self._is_broken or self._is_reached
+        self._waits_for.add(task)
+        return [self._hold({task: peer})]
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
         """End the pauses of tasks that have left."""
-        return [command for one in left for command in self.leave(one.task)]
+        self._waits_for.difference_update(one.task for one in left)
+        return [command for one in left for command in self.withdraw(one.task)]
 
     def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """Begin the next pause, or answer the request for the present one, if it is time."""
@@ -136,32 +145,9 @@ class StepPauses(CoordinatorPart):
                 commands.append(SendReply(ask, StepsPaused(self._number)))
         return commands
 
-    def held(self, task: str, number: int) -> None:
-        """Handle a task's report that it runs no shared step. `go_on` must follow."""
-        if number == self._number:
-            self._waits_for.discard(task)
-
-    def resume(self, task: str, number: int) -> tuple[bool, list[Command]]:
-        """End the pause of a task; return whether steps were paused until now. `go_on` must follow."""
-        were_paused = self._is_reached and not self._is_broken and (task, number) == (self.first, self._number)
-        return were_paused, self.withdraw(task)
-
-    def joined(self, task: str, peer: int) -> list[Command]:
-        """Have a task that joins, or joins again, hold its steps while a pause is on."""
-        if not self.is_on:
-            return []
-        self._is_broken = self._is_broken or self._is_reached
-        self._waits_for.add(task)
-        return [self._hold({task: peer})]
-
     def remind(self) -> list[Command]:
         """Ask the tasks again to hold their steps, such as steps that wait for a queue since the pause began."""
         return [self._hold(self._live())] if self.is_on and not self._is_reached else []
-
-    def leave(self, task: str) -> list[Command]:
-        """Handle a task that has left. `go_on` must follow."""
-        self._waits_for.discard(task)
-        return self.withdraw(task)
 
     def withdraw(self, task: str) -> list[Command]:
         """End the pause of a task, or withdraw its request for one. `go_on` must follow."""

@@ -52,20 +52,6 @@ def test_steps_stay_paused_from_the_snapshot_until_the_return() -> None:
     assert claim(tasks, 2, 1, 15) == Claimed(15, 11), "the claim of before is as good as it was"
 
 
-def test_a_later_death_undoes_steps_as_before() -> None:
-    tasks = working()
-    announced(tasks)
-    tasks.settle()
-    tasks.stop(PS[0])
-    tasks.join(PS[0])
-    tasks.settle()
-    claim(tasks, 2, 1, 15)
-    tasks.start_again(PS[1])
-    tasks.settle()
-    assert "ps:0, ps:1 returned to snapshot 2; 15 steps are done again" in tasks.log
-    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(2, 1)
-
-
 def test_a_snapshot_that_is_being_written_is_too_old() -> None:
     tasks = working()
     tasks.now_s += 10

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.coordinator.coordinator_events import Broadcast, Log
+from dflow.distributed.coordinator.coordinator_events import Log
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
 from dflow.distributed.wire.messages.basic import Failure
-from dflow.distributed.wire.messages.roster import Announcement, Join
+from dflow.distributed.wire.messages.roster import Join
 from tests.distributed.coordinator.test_membership import PS0, WORKER0, brief, cluster, restarted
 from tests.effort import examples
 
@@ -32,19 +32,6 @@ def with_a_silent_holder() -> Membership:
     members.join(0.0, 8, Join(WORKER0, "h:2", "w"))
     members.hear(5.0, WORKER0)
     return members
-
-
-def test_the_return_of_a_holder_is_announced_and_changes_nothing() -> None:
-    members = with_a_silent_holder()
-    before = members.roster()
-    members.tick(10.0, holds)
-    members.hear(14.0, WORKER0)
-    text = "ps:0 is back after 15.0 s"
-    assert members.hear(15.0, PS0) == [Log(text), Broadcast((8,), Announcement(text))]
-    assert members.away() == ()
-    assert members.hear(16.0, PS0) == []
-    assert members.tick(17.0, holds) == []
-    assert members.roster() == before
 
 
 def test_a_pause_of_the_coordinator_does_not_shorten_the_timeout_of_a_holder() -> None:

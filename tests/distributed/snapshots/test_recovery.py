@@ -19,8 +19,7 @@ from dflow.distributed.snapshots.snapshot_messages import (
     StateWritten,
 )
 from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
-from dflow.distributed.training.run_progress import RunProgress
-from dflow.distributed.training.work_messages import Claimed, RoundsDone
+from dflow.distributed.training.work_messages import Claimed
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
 
@@ -55,31 +54,15 @@ def test_all_tasks_return_together_and_steps_since_are_done_again() -> None:
     assert isinstance(tasks.ask(PlaceVariable("v1", "float32", (), 4, "ps")), Placed)
 
 
-def test_rounds_that_a_return_has_undone_are_not_reported_as_done_afterwards() -> None:
-    tasks = Tasks()
-    tasks.tell(WORKER, RoundsDone("sync", WORKER, 4, 9, 4))
-    tasks.snapshot()
-    tasks.tell(WORKER, RoundsDone("sync", WORKER, 7, 9, 3))
-    tasks.start_again(PS[1])
-    tasks.settle()
-    tasks.tell(WORKER, RoundsDone("sync", WORKER, 8, 9, 1))  # sent before the worker has heard of the return
-    assert tasks.state.part(RunProgress).steps_done() == 4
-    tasks.tell(WORKER, RoundsDone("sync", WORKER, 5, 9, 1, undone=1))
-    assert tasks.state.part(RunProgress).steps_done() == 5
-
-
 def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
     tasks = Tasks()
     tasks.place("late", PS[0], is_created=False)
-    for _ in range(3):
-        tasks.snapshot()
-    assert not tasks.state.part(ClusterSnapshots).committed.names
-    assert tasks.gate == 0
-    tasks.created[PS[0]].add("late")
-    for _ in range(3):
-        tasks.snapshot()
-    known = tasks.state.part(ClusterSnapshots).committed
-    assert known.names == ("v0", "v1", "late")
+    for names in ((), ("v0", "v1", "late")):
+        for _ in range(3):
+            tasks.snapshot()
+        assert tasks.state.part(ClusterSnapshots).committed.names == names
+        assert tasks.gate == 0
+        tasks.created[PS[0]].add("late")
 
 
 CHANGE = SaveChanges(WORKER, 3.0)
@@ -323,14 +306,3 @@ def test_a_part_that_cannot_be_loaded_is_the_reason() -> None:
     tasks.start_again(PS[0])  # with a good disk
     tasks.settle()
     assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(2, 1)
-
-
-def test_the_coordinator_returns_to_a_snapshot_after_its_own_restart() -> None:
-    tasks = Tasks()
-    tasks.snapshot()
-    tasks.start_coordinator()
-    tasks.connect(WORKER)
-    for task in PS:
-        tasks.join(task)
-    tasks.settle()
-    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)

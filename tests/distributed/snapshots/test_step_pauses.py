@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
-from dflow.distributed.snapshots.pause_messages import HoldSteps, StepsPaused
+from dflow.distributed.coordinator.coordinator_part import Received
+from dflow.distributed.coordinator.membership import ReleaseTask
+from dflow.distributed.snapshots.pause_messages import HoldSteps, ResumeSteps, StepsHeld, StepsPaused, StepsResumed
 from dflow.distributed.snapshots.step_pauses import StepPauses
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
 TASKS = st.sampled_from([A, B, C])
+NONE: Any = None
 
 
 class RandomPauses(RuleBasedStateMachine):
@@ -69,7 +74,7 @@ class RandomPauses(RuleBasedStateMachine):
         self.known[task] = 0
         self.reported.pop(task, None)
         self.has_run = self.has_run or self.capture is not None
-        self.carry_out(self.pauses.joined(task, self.peers))
+        self.carry_out([*self.pauses.on_join(task, self.peers, False, 0.0, NONE)])
         self.go_on()
 
     @rule(task=TASKS)
@@ -85,7 +90,7 @@ class RandomPauses(RuleBasedStateMachine):
             if self.capture is not None and self.capture[0] == task:
                 self.capture = None
             self.is_clear = self.is_clear and not leaves_steps
-            self.carry_out(self.pauses.leave(task))
+            self.carry_out(self.pauses.on_leave([ReleaseTask(task, 0, "killed")], 0.0, NONE))
             self.go_on()
 
     @rule()
@@ -99,7 +104,7 @@ class RandomPauses(RuleBasedStateMachine):
         number = self.known.get(task, 0)
         if self.live.get(task) is not None and number and task not in self.reported:
             self.reported[task] = number
-            self.pauses.held(task, number)
+            self.pauses.held(StepsHeld(task, number), Received(0.0, 0, 0, 0, NONE))
             self.go_on()
 
     @rule(task=TASKS)
@@ -126,8 +131,8 @@ class RandomPauses(RuleBasedStateMachine):
             return
         number = self.capture[1] if self.capture is not None and self.capture[0] == task else 0
         del self.requests[task]
-        were_paused, commands = self.pauses.resume(task, number)
-        assert were_paused == (number > 0 and not self.has_run)
+        *commands, reply = self.pauses.resume(ResumeSteps(task, number), Received(0.0, 0, 9, 0, NONE))
+        assert reply == SendReply(9, StepsResumed(number > 0 and not self.has_run))
         if number:
             self.capture = None
         self.carry_out(commands)
