@@ -218,14 +218,14 @@ def _parts(graph: Graph, decision: Decision) -> Iterator[PlacedPart]:
     unit_of = {number: unit for unit, group in enumerate(decision.groups) for number in group}
     names = decision.problem.machine.names
     found: list[tuple[tuple[str, str, int], list[Node]]] = []
-    place_of: dict[tuple[str, str, int], int] = {}
+    position_of: dict[tuple[str, str, int], int] = {}
     for number, node in enumerate(graph.nodes):
         unit = unit_of[number]
         key = (names[decision.found.assignment[unit]], *chosen.get(unit, (_reason(node), -1)))
-        if key in place_of and (key[2] >= 0 or place_of[key] == len(found) - 1):
-            found[place_of[key]][1].append(node)
+        if key in position_of and (key[2] >= 0 or position_of[key] == len(found) - 1):
+            found[position_of[key]][1].append(node)
         else:
-            place_of[key] = len(found)
+            position_of[key] = len(found)
             found.append((key, [node]))
     for (device, reason, _), nodes in found:
         lines = list(dict.fromkeys(node.loc.short for node in nodes if node.loc is not None))

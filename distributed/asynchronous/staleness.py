@@ -13,7 +13,7 @@ Invariants:
   ignored;
 - each request gets one answer: the first that waits when the running steps have ended, at the latest. A step ends when
   its worker reports that, begins another one, or has left;
-- a request that has waited too long keeps its place, for the worker to ask again;
+- a request that has waited too long keeps its turn, for the worker to ask again;
 - values that were fetched before their step began (held) are used only if each other worker can still begin a step
   while this one runs: otherwise they would delay the others, and are fetched again.
 

@@ -136,8 +136,8 @@ class ClusterResources:
     def producer(self, queue: Queue, where: str, name: str | None) -> TaskQueueProducer:
         """Return the producing side of a queue; see `StateBackend.producer`."""
         known = f"feed {secrets.token_hex(8)}" if name is None else f"{name} of {self._requests.task}"
-        place = task_of_resource(queue), queue.key
-        return TaskQueueProducer(self, self._requests, *place, where, known, is_named=name is not None)
+        location = task_of_resource(queue), queue.key
+        return TaskQueueProducer(self, self._requests, *location, where, known, is_named=name is not None)
 
     def save_changes(self, what: str, wait_s: float) -> None:
         """Wait until a snapshot has a change of state that no step makes again, at most `wait_s`; `what` names it.

@@ -256,15 +256,15 @@ class StepsAhead:
             return None
         flat: list[tuple[list[Any], Any]] = [jax.tree_util.tree_flatten(batch) for batch in self._batches]
         (now, tree), (then, later_tree) = flat
-        place_of = {id(leaf): position for position, leaf in enumerate(now)}
+        position_of = {id(leaf): position for position, leaf in enumerate(now)}
         why_not = called.why_not_own
-        if not why_not and not all(id(leaf) in place_of for leaf in leaves):
+        if not why_not and not all(id(leaf) in position_of for leaf in leaves):
             why_not = OTHER_ARRAYS
         if why_not:
             self._has_no_effect("lookahead", why_not)
         if why_not or tree != later_tree:
             return None
-        found = [then[place_of[id(leaf)]] for leaf in leaves]
+        found = [then[position_of[id(leaf)]] for leaf in leaves]
         return found if all(map(_are_alike, leaves, found)) else None
 
     def _begin_own(self, called: RegisteredStep, leaves: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: Places of the hash table for each number, at the least. With 2, fewer than two numbers in five need a second round.
+#: Cells of the hash table for each number, at the least. With 2, fewer than two numbers in five need a second round.
 ROOM = 2
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from dflow.tracing.ir.types import ArrayType, array_type_of
-from dflow.tracing.ir.wide_sums import each_place_once, is_narrow, sum_dtype
+from dflow.tracing.ir.wide_sums import each_position_once, is_narrow, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _scatter(method: str, **properties: Any) -> Update:
         if sharding is not None:
             wide = old.astype(sum_dtype(old.dtype))
             return getattr(wide.at[indices], method)(rows.astype(wide.dtype), **options).astype(old.dtype)
-        positions, sums = each_place_once(indices, rows, old.shape[0])
+        positions, sums = each_position_once(indices, rows, old.shape[0])
         return getattr(old.at[positions], method)(sums, mode="drop")
 
     return Update(compute, by_rows=True, **properties)

@@ -34,7 +34,7 @@ def summed_at(positions: Any, rows: Any, size: int) -> Any:
     return wide.at[positions].add(rows.astype(wide.dtype), mode="drop").astype(rows.dtype)
 
 
-def each_place_once(indices: Any, rows: Any, size: int) -> tuple[Any, Any]:
+def each_position_once(indices: Any, rows: Any, size: int) -> tuple[Any, Any]:
     """The positions, i32[k], and rows, [k, ...], of an update of `size` rows, with each position once.
 
     indices  integers of any shape; a negative one counts from the end
