@@ -27,10 +27,8 @@ import dflow
 from benchmarks._paired import in_turn, options, publish
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.choose import Choose, Decision, settled
-from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.place import Place
-from dflow.lowering.passes.prune import Prune
-from dflow.lowering.pipeline import ALONE
+from dflow.lowering.pipeline import ALONE, SIMPLIFY
 from dflow.lowering.placement.measure import Meter
 from dflow.lowering.placement.problem import Assignment, DeviceLink, Machine, Moved, Problem, Unit
 from dflow.lowering.placement.search import Scored, all_on, choose, scored
@@ -364,7 +362,7 @@ def measured(rounds: int, by: str, clock: Callable[[], float]) -> list[dict[str,
     rows = []
     for name, make in FUNCTIONS.items():
         traced = trace(make(), (x,), {})
-        traced = replace(traced, graph=run_passes(traced.graph, (Prune(), Merge())))
+        traced = replace(traced, graph=run_passes(traced.graph, SIMPLIFY))
         chooser = Choose(Place(ALONE, (ALONE,), ("cpu:0", "cpu:1")), Meter(clock=clock))
         decision = chooser.decide(traced.graph)
         instance = decision.problem

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dflow.lowering.passes.base import Pass
-from dflow.lowering.passes.bundle import Bundle
+from dflow.lowering.passes.bundle import bundle
 from dflow.lowering.passes.choose import BUDGET_S, Choose
-from dflow.lowering.passes.cluster import FormClusters
-from dflow.lowering.passes.donate import Donate
-from dflow.lowering.passes.fold import Fold
-from dflow.lowering.passes.merge import Merge
-from dflow.lowering.passes.order import Order
-from dflow.lowering.passes.partition import Partition
+from dflow.lowering.passes.cluster import form_clusters
+from dflow.lowering.passes.donate import donate
+from dflow.lowering.passes.fold import fold
+from dflow.lowering.passes.merge import merge
+from dflow.lowering.passes.order import order
+from dflow.lowering.passes.partition import partition
 from dflow.lowering.passes.place import Place
-from dflow.lowering.passes.prune import Prune
-from dflow.lowering.passes.repeat import Repeat
-from dflow.lowering.passes.schedule import Schedule
+from dflow.lowering.passes.prune import prune
+from dflow.lowering.passes.repeat import repeat
+from dflow.lowering.passes.schedule import schedule
 from dflow.lowering.placement.measure import Meter
 
 #: The task of a standalone process.
 ALONE = "/job:localhost/task:0"
+
+SIMPLIFY = (
+    Pass("prune", prune),  # first: the later passes have fewer nodes to treat
+    Pass("merge", merge),  # before place: equal nodes must be on one task
+)
 
 
 def pipeline(
@@ -35,17 +42,19 @@ def pipeline(
     budget_s  time for these choices, in s
     """
     place = Place(local, tasks, devices)
+    # Open choices become devices, so this pass is before place.
+    choose = [] if costs is None else [Pass("choose", Choose(place, costs, budget_s), is_of_whole=True)]
     return (
-        Prune(),  # first: the later passes have fewer nodes to treat
-        Merge(),  # before place: equal nodes must be on one task
-        *([] if costs is None else [Choose(place, costs, budget_s)]),  # before place: open choices become devices
-        place,
-        Fold(local),  # before partition: known numbers need not be sent
-        Repeat(),  # before partition: values that are cheap to make need not be sent
-        Partition(local),  # from here on, no operand crosses a device border
-        Order(),  # before cluster: it reads order edges, not the order of the list
-        FormClusters(),
-        Bundle(),  # after cluster: results of one call are ready together
-        Schedule(),  # after cluster: its edges are between copies and calls
-        Donate(),  # last: needs the final set of effects of each call
+        *SIMPLIFY,
+        *choose,
+        Pass("place", place, is_of_whole=True),  # bodies share the devices of the whole, so they are placed with it
+        Pass("fold", partial(fold, local=local)),  # before partition: known numbers need not be sent
+        Pass("repeat", repeat),  # before partition: values that are cheap to make need not be sent
+        # From here on, no operand crosses a device border. Names of edges are unique over the whole graph.
+        Pass("partition", partial(partition, local=local), is_of_whole=True),
+        Pass("order", order),  # before cluster: it reads order edges, not the order of the list
+        Pass("cluster", form_clusters),
+        Pass("bundle", bundle, is_of_whole=True),  # after cluster: results of one call are ready together
+        Pass("schedule", schedule),  # after cluster: its edges are between copies and calls
+        Pass("donate", donate),  # last: needs the final set of effects of each call
     )

@@ -17,10 +17,8 @@ from dflow.config import CONFIG
 from dflow.lowering.local import METER
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.choose import Choose, Decision, settled
-from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.place import Place
-from dflow.lowering.passes.prune import Prune
-from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.lowering.pipeline import ALONE, SIMPLIFY, pipeline
 from dflow.lowering.placement.graph_problem import runs_alone
 from dflow.lowering.placement.search import all_on, alternatives, predicted, scored
 from dflow.lowering.placement.timeline import timeline
@@ -163,7 +161,7 @@ def _explained(fn: Callable[..., Any], args: Any, kwargs: Any, rounds: int, budg
             f"{traced.name} has variables on a cluster, and costs are of the devices of one process",
             "print(dflow.graph(fn, ...)) shows the task of each op",
         )
-    graph = run_passes(traced.graph, (Prune(), Merge()))
+    graph = run_passes(traced.graph, SIMPLIFY)
     decision = Choose(Place(ALONE, (ALONE,), devices_in_order()), METER, budget_s).decide(graph)
     measured_s = None
     if rounds and _may_be_run(traced, (args, kwargs)):

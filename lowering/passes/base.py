@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import NamedTuple
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.graph import Graph
@@ -13,20 +12,17 @@ from dflow.tracing.ir.ops import CONTROL_OPS
 from dflow.tracing.syntax.verify import verify
 
 
-class Pass(ABC):
-    """A map from a valid graph to a valid graph that computes the same."""
+class Pass(NamedTuple):
+    """A map from a valid graph to a valid graph that computes the same.
 
-    #: Whether it treats the bodies of branches and loops itself. Otherwise it is called for each body too.
-    is_of_whole: ClassVar[bool] = False
+    `name`         that of its file
+    `made_of`      returns the new graph; the old one is unchanged
+    `is_of_whole`  whether it treats the bodies of branches and loops itself; otherwise it is called for each body too
+    """
 
-    @property
-    def name(self) -> str:
-        """The name of the pass, which is that of its file."""
-        return type(self).__module__.rpartition(".")[2]
-
-    @abstractmethod
-    def __call__(self, graph: Graph) -> Graph:
-        """Return the new graph; the old one is unchanged."""
+    name: str
+    made_of: Callable[[Graph], Graph]
+    is_of_whole: bool = False
 
 
 Observer = Callable[[str, Graph], None]
@@ -62,4 +58,4 @@ def _applied(one: Pass, graph: Graph) -> Graph:
             for node in graph.nodes
         )
         graph = replace(graph, nodes=tuple(nodes))
-    return one(graph)
+    return one.made_of(graph)

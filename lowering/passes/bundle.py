@@ -13,11 +13,11 @@ whose first rows alone are sent, since the next value would have another positio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
-from dflow.lowering.passes.base import Pass
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Value
 from dflow.tracing.ir.types import ArrayType
@@ -39,30 +39,18 @@ class _Transfer(NamedTuple):
         return sum(type.size_bytes for type in self.receive.attributes["types"] if isinstance(type, ArrayType))
 
 
-@dataclass(frozen=True)
-class Bundle(Pass):
+def bundle(graph: Graph) -> Graph:
     """Join the transfers of values that are ready together and go to one task."""
+    fresh = FreshNames()
+    for edge in {node.attributes["edge"] for node in _all_nodes(graph) if node.op is ops.net_send}:
+        fresh(edge)
 
-    #: Names of edges are unique over the whole graph.
-    is_of_whole = True
+    @cache
+    def name(edges: tuple[str, ...]) -> str:
+        """Return the edge of a bundle of these edges, the same for all destinations."""
+        return fresh(f"{edges[0]}+{len(edges) - 1}")
 
-    def __call__(self, graph: Graph) -> Graph:
-        return _bundled(graph, _EdgeNames(graph), is_body=False)
-
-
-class _EdgeNames:
-    """Names of bundles' edges: that of the first value with the number of the others. One name for all destinations."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._names: dict[tuple[str, ...], str] = {}
-        self._fresh = FreshNames()
-        for edge in {node.attributes["edge"] for node in _all_nodes(graph) if node.op is ops.net_send}:
-            self._fresh(edge)
-
-    def __call__(self, edges: tuple[str, ...]) -> str:
-        if edges not in self._names:
-            self._names[edges] = self._fresh(f"{edges[0]}+{len(edges) - 1}")
-        return self._names[edges]
+    return _bundled(graph, name, is_body=False)
 
 
 def _all_nodes(graph: Graph) -> Iterator[Node]:
@@ -72,13 +60,14 @@ def _all_nodes(graph: Graph) -> Iterator[Node]:
             yield from _all_nodes(body)
 
 
-def _bundled(graph: Graph, names: _EdgeNames, *, is_body: bool) -> Graph:
+def _bundled(graph: Graph, name: Callable[[tuple[str, ...]], str], *, is_body: bool) -> Graph:
     new: dict[Node, Node | None] = {}
     moved: dict[Value, Value] = {}
     for group in _groups(graph, is_body=is_body):
         for bundle in _bundles(graph, group):
             if len(bundle) > 1:
-                send, receive = _joined(bundle, names)
+                edge = name(tuple(transfer.send.attributes["edge"] for transfer in bundle))
+                send, receive = _joined(bundle, edge)
                 new |= dict.fromkeys((node for transfer in bundle for node in transfer), None)
                 new |= {bundle[0].send: send, bundle[0].receive: receive}
                 moved |= {transfer.send.outputs[0]: send.outputs[0] for transfer in bundle}
@@ -90,7 +79,7 @@ def _bundled(graph: Graph, names: _EdgeNames, *, is_body: bool) -> Graph:
         if not moved.keys().isdisjoint(kept.after):
             kept = replace(kept, after=tuple(dict.fromkeys(moved.get(value, value) for value in kept.after)))
         if kept.op in ops.CONTROL_OPS:
-            kept = replace(kept, bodies=tuple(_bundled(body, names, is_body=True) for body in kept.bodies))
+            kept = replace(kept, bodies=tuple(_bundled(body, name, is_body=True) for body in kept.bodies))
         nodes.append(kept)
     return Graph(graph.inputs, tuple(nodes), graph.outputs)
 
@@ -131,10 +120,9 @@ def _bundles(graph: Graph, group: Sequence[_Transfer]) -> Iterator[Sequence[_Tra
         yield bundle
 
 
-def _joined(bundle: Sequence[_Transfer], names: _EdgeNames) -> _Transfer:
+def _joined(bundle: Sequence[_Transfer], edge: str) -> _Transfer:
     """Return the transfer of all values of a bundle."""
     send, receive = bundle[0]
-    edge = names(tuple(transfer.send.attributes["edge"] for transfer in bundle))
     types = tuple(type for transfer in bundle for type in transfer.receive.attributes["types"])
     return _Transfer(
         replace(

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dflow.lowering.passes.base import Pass
-from dflow.lowering.passes.order import Order
+from dflow.lowering.passes.order import order
 from dflow.lowering.passes.place import Place
 from dflow.lowering.placement.coarsen import coarsened
 from dflow.lowering.placement.graph_problem import problem_of, runs_alone
@@ -54,14 +53,13 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Choose(Pass):
+class Choose:
     """Choose among the devices of `place` by `costs`."""
 
     place: Place
     costs: Meter
     budget_s: float = BUDGET_S
     clock: Callable[[], float] = time.perf_counter
-    is_of_whole = True
 
     def __call__(self, graph: Graph) -> Graph:
         if not may_choose(graph):
@@ -70,7 +68,7 @@ class Choose(Pass):
 
     def decide(self, graph: Graph) -> Decision:
         """Return the best choice for a graph whose nodes still have theirs open."""
-        assumed = Order()(self.place(self._with_default(graph)))
+        assumed = order(self.place(self._with_default(graph)))
         open_to = [choices_in(node.device) if _is_free(node) else None for node in graph.nodes]
         stated = [split_device_name(node.device or "")[1] or self.place.devices[0] for node in assumed.nodes]
         names = self._names(open_to, stated)

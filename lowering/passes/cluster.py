@@ -18,45 +18,40 @@ caller stay in the stage of the reads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import reduce
 from operator import and_
 from typing import Any, NamedTuple
 
-from dflow.lowering.passes.base import Pass
 from dflow.lowering.placement.work import Work, exceeds
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Value
 from dflow.tracing.ir.types import HANDLES, TokenType
 
 
-@dataclass(frozen=True)
-class FormClusters(Pass):
+def form_clusters(graph: Graph) -> Graph:
     """Make an `xla.call` of the nodes of each device and stage; transfers and host nodes stay as they are."""
-
-    def __call__(self, graph: Graph) -> Graph:
-        is_whole = len({node.device for node in graph.nodes}) == 1 and not any(map(_stands_alone, graph.nodes))
-        stages = dict.fromkeys(graph.nodes, _NO_STAGE) if is_whole else _stages(graph)
-        groups: dict[tuple[_ClusterStage, str | None], list[Node]] = {}
-        ranked: list[tuple[tuple[int, int, int], Node]] = []
-        for node in graph.nodes:
-            if _stands_alone(node):
-                ranked.append((_rank(stages[node], _PLACES.get(node.op, _LAST)), node))
-            else:
-                groups.setdefault((stages[node], node.device), []).append(node)
-        fresh = graph.fresh_names()
-        moved: dict[Value, Value] = {}
-        received = set[Node]() if is_whole else _received(graph)
-        for (stage, _), group in groups.items():
-            for nodes in _sent_and_rest(graph, group, received):
-                first, rest = early_and_rest(graph, nodes)
-                for position, part, earlier in ((_FIRST, first, ()), (_REST, rest, first)):
-                    if part:
-                        call, inside = _call(graph, part, earlier, fresh)
-                        moved.update(dict.fromkeys(inside, call.outputs[0]))
-                        ranked.append((_rank(stage, position), call))
-        ranked.sort(key=lambda entry: entry[0])
-        return Graph(graph.inputs, tuple(_reordered(node, moved) for _, node in ranked), graph.outputs)
+    is_whole = len({node.device for node in graph.nodes}) == 1 and not any(map(_stands_alone, graph.nodes))
+    stages = dict.fromkeys(graph.nodes, _NO_STAGE) if is_whole else _stages(graph)
+    groups: dict[tuple[_ClusterStage, str | None], list[Node]] = {}
+    ranked: list[tuple[tuple[int, int, int], Node]] = []
+    for node in graph.nodes:
+        if _stands_alone(node):
+            ranked.append((_rank(stages[node], _PLACES.get(node.op, _LAST)), node))
+        else:
+            groups.setdefault((stages[node], node.device), []).append(node)
+    fresh = graph.fresh_names()
+    moved: dict[Value, Value] = {}
+    received = set[Node]() if is_whole else _received(graph)
+    for (stage, _), group in groups.items():
+        for nodes in _sent_and_rest(graph, group, received):
+            first, rest = early_and_rest(graph, nodes)
+            for position, part, earlier in ((_FIRST, first, ()), (_REST, rest, first)):
+                if part:
+                    call, inside = _call(graph, part, earlier, fresh)
+                    moved.update(dict.fromkeys(inside, call.outputs[0]))
+                    ranked.append((_rank(stage, position), call))
+    ranked.sort(key=lambda entry: entry[0])
+    return Graph(graph.inputs, tuple(_reordered(node, moved) for _, node in ranked), graph.outputs)
 
 
 def _received(graph: Graph) -> set[Node]:

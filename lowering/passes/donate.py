@@ -6,22 +6,17 @@ A call with Python callbacks fails when one of them raises; then its variables m
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
-from dflow.lowering.passes.base import Pass
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Node
 from dflow.tracing.jaxprs.callbacks import calls_python
 
 
-@dataclass(frozen=True)
-class Donate(Pass):
+def donate(graph: Graph) -> Graph:
     """Set `donate` of each `xla.call` to the operands that are written variables, or to none."""
-
-    def __call__(self, graph: Graph) -> Graph:
-        nodes = tuple(_donating(node) if node.op is ops.xla_call else node for node in graph.nodes)
-        return dataclasses.replace(graph, nodes=nodes)
+    nodes = tuple(_donating(node) if node.op is ops.xla_call else node for node in graph.nodes)
+    return dataclasses.replace(graph, nodes=nodes)
 
 
 def _donating(node: Node) -> Node:

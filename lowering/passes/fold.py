@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import jit as jax_jit
 
-from dflow.lowering.passes.base import Pass
-from dflow.lowering.passes.prune import Prune
+from dflow.lowering.passes.prune import prune
 from dflow.lowering.programs.discharge import discharge
 from dflow.tracing.devices.device_name import split_device_name
 from dflow.tracing.ir import ops
@@ -41,35 +40,28 @@ _NAMES = """
 _EXACT = _CALLS.union(f"jax.{name}" for name in _NAMES.split())
 
 
-@dataclass(frozen=True)
-class Fold(Pass):
+def fold(graph: Graph, local: str) -> Graph:
     """Replace numbers that the task `local` would compute from literals by literals; inline branches of known index."""
+    is_cut = len({node.device for node in graph.nodes}) > 1 or any(node.op in _HOST_OPS for node in graph.nodes)
+    if not is_cut:
+        return graph
+    known = _evaluated(graph, _constant_nodes(graph, local))
+    if not known and not any(_branch(node) is not None for node in graph.nodes):
+        return graph
+    return prune(_with_known(graph, known))
 
-    local: str
 
-    def __call__(self, graph: Graph) -> Graph:
-        is_cut = len({node.device for node in graph.nodes}) > 1 or any(node.op in _HOST_OPS for node in graph.nodes)
-        if not is_cut:
-            return graph
-        known = _evaluated(graph, self._constant_nodes(graph))
-        if not known and not any(_branch(node) is not None for node in graph.nodes):
-            return graph
-        return Prune()(_with_known(graph, known))
-
-    def _constant_nodes(self, graph: Graph) -> list[Node]:
-        """Return the nodes that can be evaluated now, in order."""
-        found: dict[Value, None] = {}
-        nodes = []
-        for node in graph.nodes:
-            if self._is_here(node.device) and all(value in found for value in node.values) and _is_exact(node):
-                found.update(dict.fromkeys(node.outputs))
-                nodes.append(node)
-        return nodes
-
-    def _is_here(self, device: str | None) -> bool:
-        """Whether a device is the caller's and of JAX's default backend, which evaluates the nodes."""
-        task, local = split_device_name(device or self.local)
-        return task == self.local and local.partition(":")[0] in ("", jax.default_backend())
+def _constant_nodes(graph: Graph, local: str) -> list[Node]:
+    """Return the nodes that can be evaluated now, in order: on the task `local`, by JAX's default backend."""
+    found: dict[Value, None] = {}
+    nodes = []
+    for node in graph.nodes:
+        task, device = split_device_name(node.device or local)
+        is_here = task == local and device.partition(":")[0] in ("", jax.default_backend())
+        if is_here and all(value in found for value in node.values) and _is_exact(node):
+            found.update(dict.fromkeys(node.outputs))
+            nodes.append(node)
+    return nodes
 
 
 def _is_exact(node: Node) -> bool:
@@ -110,7 +102,7 @@ def _evaluated(graph: Graph, nodes: list[Node]) -> dict[Value, Operand]:
     literals = {id(o): o for node in nodes for o in node.inputs if isinstance(o, Literal)}
     inputs = {key: Value(f"literal_{index}", literal.type) for index, (key, literal) in enumerate(literals.items())}
     over = [replace(node, inputs=tuple(inputs.get(id(o), o) for o in node.inputs)) for node in nodes]
-    fn = discharge(Prune()(Graph(tuple(inputs.values()), tuple(over), tuple(wanted)))).fn
+    fn = discharge(prune(Graph(tuple(inputs.values()), tuple(over), tuple(wanted)))).fn
     with jax.ensure_compile_time_eval():
         numbers = jax.device_get(jax_jit(fn)(*(literal.array for literal in literals.values())))
     return {value: _literal(number, value.type) for value, number in zip(wanted, numbers, strict=True)}

@@ -9,38 +9,33 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import numpy as np
 
-from dflow.lowering.passes.base import Pass
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.exact_attributes import exact_attributes
 from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
 
 
-@dataclass(frozen=True)
-class Merge(Pass):
+def merge(graph: Graph) -> Graph:
     """Replace each node that repeats an earlier one by the earlier one's results."""
-
-    def __call__(self, graph: Graph) -> Graph:
-        seen: dict[Hashable, Node] = {}
-        same: dict[Value, Operand] = {}
-        versions: Counter[Value | None] = Counter()
-        kept = []
-        for old in graph.nodes:
-            node = old.with_operands(same) if same else old
-            for effect, ref in node.effects:
-                if effect is not Effect.READ:
-                    versions[ref] += 1
-            key = _key(node, versions)
-            earlier = seen.setdefault(key, node) if key is not None else node
-            if earlier is node:
-                kept.append(node)
-            else:
-                same.update(zip(node.outputs, earlier.outputs, strict=True))
-        outputs = tuple(same.get(output, output) if isinstance(output, Value) else output for output in graph.outputs)
-        return dataclasses.replace(graph, nodes=tuple(kept), outputs=outputs)
+    seen: dict[Hashable, Node] = {}
+    same: dict[Value, Operand] = {}
+    versions: Counter[Value | None] = Counter()
+    kept = []
+    for old in graph.nodes:
+        node = old.with_operands(same) if same else old
+        for effect, ref in node.effects:
+            if effect is not Effect.READ:
+                versions[ref] += 1
+        key = _key(node, versions)
+        earlier = seen.setdefault(key, node) if key is not None else node
+        if earlier is node:
+            kept.append(node)
+        else:
+            same.update(zip(node.outputs, earlier.outputs, strict=True))
+    outputs = tuple(same.get(output, output) if isinstance(output, Value) else output for output in graph.outputs)
+    return dataclasses.replace(graph, nodes=tuple(kept), outputs=outputs)
 
 
 def _key(node: Node, versions: Counter[Value | None]) -> Hashable | None:

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.task_control_flow import tasks_of
 from dflow.tracing.ir.effects import Effect, commute
 from dflow.tracing.ir.graph import Graph, Node, Value
@@ -22,23 +21,20 @@ from dflow.tracing.ir.graph import Graph, Node, Value
 _ALONE = (Effect.SEND, Effect.RECV)
 
 
-@dataclass(frozen=True)
-class Order(Pass):
+def order(graph: Graph) -> Graph:
     """Add order edges to each node from the earlier nodes that it does not commute with."""
-
-    def __call__(self, graph: Graph) -> Graph:
-        lines: dict[str, _Line] = {}
-        nodes = []
-        for node in graph.nodes:
-            if not node.op.declared and not node.bodies:
-                nodes.append(node)
-                continue
-            # A node on several tasks is ordered on each of them; its part there follows the earlier nodes there.
-            before = (value for task in tasks_of(node) for value in lines.setdefault(task, _Line()).enter(node))
-            operands = set(node.values)
-            after = tuple(value for value in dict.fromkeys(before) if value not in operands)
-            nodes.append(dataclasses.replace(node, after=after) if after else node)
-        return dataclasses.replace(graph, nodes=tuple(nodes))
+    lines: dict[str, _Line] = {}
+    nodes = []
+    for node in graph.nodes:
+        if not node.op.declared and not node.bodies:
+            nodes.append(node)
+            continue
+        # A node on several tasks is ordered on each of them; its part there follows the earlier nodes there.
+        before = (value for task in tasks_of(node) for value in lines.setdefault(task, _Line()).enter(node))
+        operands = set(node.values)
+        after = tuple(value for value in dict.fromkeys(before) if value not in operands)
+        nodes.append(dataclasses.replace(node, after=after) if after else node)
+    return dataclasses.replace(graph, nodes=tuple(nodes))
 
 
 @dataclass

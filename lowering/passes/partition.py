@@ -21,12 +21,11 @@ gives the number beside the array, so that an op there which needs it does not w
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.task_control_flow import made_on, tasks_within
 from dflow.tracing.devices.device_name import split_device_name, task_of
 from dflow.tracing.ir import ops
@@ -40,32 +39,28 @@ from dflow.tracing.primitives.state_primitives import wire_p
 _COUNT = ArrayType(np.dtype("int32"), ())
 
 
-@dataclass(frozen=True)
-class Partition(Pass):
+def partition(graph: Graph, local: str) -> Graph:
     """Add the transfers of a placed graph whose caller is `local`."""
+    return graph if _is_on(local, graph) else _cut_whole(graph, local, FreshNames())
 
-    local: str
-    #: Names of edges are unique over the whole graph, so bodies are cut with it.
-    is_of_whole = True
 
-    def __call__(self, graph: Graph) -> Graph:
-        if self._is_here(graph):
-            return graph
-        where = {value: value.device or self.local for value in graph.inputs}
-        cut = _Cut(graph, where, FreshNames())
-        cut.add_all()
-        outputs = tuple(cut.at(output, self.local) for output in graph.outputs)
-        return Graph(graph.inputs, tuple(cut.nodes), outputs)
+def _is_on(local: str, graph: Graph) -> bool:
+    """Whether all of a graph is on one task, without devices, and no value has a codec."""
+    arguments = (value.device for value in graph.inputs if not isinstance(value.type, HANDLES))
+    bodies = (body for node in graph.nodes if node.op in ops.CONTROL_OPS for body in node.bodies)
+    return (
+        all(device in (None, local) for device in arguments)
+        and all(node.device == local and node.op.primitive is not wire_p for node in graph.nodes)
+        and all(_is_on(local, body) for body in bodies)
+    )
 
-    def _is_here(self, graph: Graph) -> bool:
-        """Whether all of a graph is on the caller's task, without devices, and no value has a codec."""
-        arguments = (value.device for value in graph.inputs if not isinstance(value.type, HANDLES))
-        bodies = (body for node in graph.nodes if node.op in ops.CONTROL_OPS for body in node.bodies)
-        return (
-            all(device in (None, self.local) for device in arguments)
-            and all(node.device == self.local and node.op.primitive is not wire_p for node in graph.nodes)
-            and all(map(self._is_here, bodies))
-        )
+
+def _cut_whole(graph: Graph, task: str, fresh_edge: FreshNames) -> Graph:
+    """Return the cut of a graph, or of a body, that one task runs."""
+    cut = _Cut(graph, {value: value.device or task for value in graph.inputs}, fresh_edge)
+    cut.add_all()
+    outputs = tuple(cut.at(output, task) for output in graph.outputs)  # may add transfers
+    return Graph(graph.inputs, tuple(cut.nodes), outputs)
 
 
 class _EdgeValue(NamedTuple):
@@ -122,7 +117,7 @@ class _Cut:
                 inputs = tuple(self.at(operand, device) for operand in node.inputs)
                 bodies = node.bodies
                 if node.op in ops.CONTROL_OPS:
-                    bodies = tuple(self._whole(body, device) for body in bodies)
+                    bodies = tuple(_cut_whole(body, device, self._fresh_edge) for body in bodies)
                 is_same = inputs == node.inputs and bodies is node.bodies
                 self._add(node if is_same else replace(node, inputs=inputs, bodies=bodies))
 
@@ -131,12 +126,6 @@ class _Cut:
         if node.op in ops.CONTROL_OPS:
             self._device.update((value, made_on(node, value)) for value in node.array_outputs)
         self.nodes.append(node)
-
-    def _whole(self, body: Graph, task: str) -> Graph:
-        """Return the cut of a body that one task runs."""
-        cut = _Cut(body, {value: value.device or task for value in body.inputs}, self._fresh_edge)
-        cut.add_all()
-        return Graph(body.inputs, tuple(cut.nodes), tuple(cut.at(output, task) for output in body.outputs))
 
     def _add_divided(self, node: Node, within: Sequence[str]) -> None:
         """Add a branch or loop that several tasks run, the task of the node's device first."""

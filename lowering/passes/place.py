@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.task_control_flow import homes_of, tasks_within
 from dflow.lowering.values.devices import no_device
 from dflow.tracing.devices.device import WITH_CALLER, WITH_STATE, choices_in
@@ -34,7 +33,7 @@ from dflow.tracing.primitives.state_primitives import wire_p
 
 
 @dataclass(frozen=True)
-class Place(Pass):
+class Place:
     """Place on `tasks`. The caller's task is `local`; it has `devices`, the default one first.
 
     Raises DeviceError for a task or device that does not exist.
@@ -43,8 +42,6 @@ class Place(Pass):
     local: str
     tasks: tuple[str, ...]
     devices: tuple[str, ...] = ()
-    #: The bodies of branches and loops share the devices of the whole, so they are placed with it.
-    is_of_whole = True
 
     def __call__(self, graph: Graph) -> Graph:
         return _Placing(self, self._used(graph)).graph(graph)

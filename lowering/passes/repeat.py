@@ -8,10 +8,9 @@ gradients squares the imaginary part of each, which is zeros.) Inputs of branche
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from dflow.lowering.passes.base import Pass
-from dflow.lowering.passes.prune import Prune
+from dflow.lowering.passes.prune import prune
 from dflow.tracing.devices.device_name import task_of
 from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.ops import CONTROL_OPS
@@ -21,15 +20,33 @@ from dflow.tracing.primitives.state_primitives import wire_p
 _CHEAP = frozenset(f"jax.{name}" for name in ["broadcast_in_dim", "convert_element_type", "iota", "reshape", "square"])
 
 
-@dataclass(frozen=True)
-class Repeat(Pass):
+def repeat(graph: Graph) -> Graph:
     """Repeat these nodes of a placed graph, once for each device of another task that uses them."""
+    made = _made_of_literals(graph) if len({node.device for node in graph.nodes}) > 1 else {}
+    if not made:
+        return graph
+    fresh, nodes = graph.fresh_names(), list[Node]()
+    repeated: dict[tuple[Value, str], Value] = {}
 
-    def __call__(self, graph: Graph) -> Graph:
-        if len({node.device for node in graph.nodes}) < 2:
-            return graph
-        made = _made_of_literals(graph)
-        return Prune()(_Repeating(made, graph).graph()) if made else graph
+    def taking(node: Node, device: str) -> Node:
+        """Return the node with the operands that are repeated on `device`."""
+        return node.with_operands({value: there(value, device) for value in node.values if value in made})
+
+    def there(value: Value, device: str) -> Value:
+        node = made[value]
+        if task_of(node.device or "") == task_of(device):
+            return value
+        if (value, device) not in repeated:
+            copy = taking(node, device)
+            outputs = tuple(replace(output, name=fresh(output.name)) for output in node.outputs)
+            nodes.append(replace(copy, outputs=outputs, device=device))
+            repeated.update({(old, device): new for old, new in zip(node.outputs, outputs, strict=True)})
+        return repeated[value, device]
+
+    for node in graph.nodes:
+        stays = node.op in CONTROL_OPS or node.op.primitive in (wire_p, first_rows_p) or node.device is None
+        nodes.append(node if stays else taking(node, node.device or ""))
+    return prune(Graph(graph.inputs, tuple(nodes), graph.outputs))
 
 
 def _made_of_literals(graph: Graph) -> dict[Value, Node]:
@@ -39,31 +56,3 @@ def _made_of_literals(graph: Graph) -> dict[Value, Node]:
         if node.op.name in _CHEAP and not node.after and all(value in found for value in node.values):
             found.update(dict.fromkeys(node.outputs, node))
     return found
-
-
-class _Repeating:
-    def __init__(self, made: dict[Value, Node], graph: Graph) -> None:
-        self._made, self._old, self._fresh = made, graph, graph.fresh_names()
-        self._nodes: list[Node] = []
-        self._on: dict[tuple[Value, str], Value] = {}
-
-    def graph(self) -> Graph:
-        for node in self._old.nodes:
-            stays = node.op in CONTROL_OPS or node.op.primitive in (wire_p, first_rows_p) or node.device is None
-            self._nodes.append(node if stays else self._taking(node, node.device or ""))
-        return Graph(self._old.inputs, tuple(self._nodes), self._old.outputs)
-
-    def _taking(self, node: Node, device: str) -> Node:
-        """Return the node with the operands that are repeated on `device`."""
-        return node.with_operands({value: self._there(value, device) for value in node.values if value in self._made})
-
-    def _there(self, value: Value, device: str) -> Value:
-        node = self._made[value]
-        if task_of(node.device or "") == task_of(device):
-            return value
-        if (value, device) not in self._on:
-            copy = self._taking(node, device)
-            outputs = tuple(replace(output, name=self._fresh(output.name)) for output in node.outputs)
-            self._nodes.append(replace(copy, outputs=outputs, device=device))
-            self._on.update({(old, device): new for old, new in zip(node.outputs, outputs, strict=True)})
-        return self._on[value, device]

@@ -24,11 +24,9 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
 
-from dflow.lowering.passes.base import Pass
 from dflow.lowering.placement.timeline import Timeline, timeline
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Node, Value
@@ -41,36 +39,32 @@ _TRIES = 8
 _WAITING = frozenset({*ops.HOST_OPS, ops.net_recv})
 
 
-@dataclass(frozen=True)
-class Schedule(Pass):
+def schedule(graph: Graph, least_bytes: int = LEAST_BYTES) -> Graph:
     """Add order edges to the copies of a clustered graph, from calls that may run before them."""
+    large = [_copied_bytes(node) >= least_bytes for node in graph.nodes]
+    if not any(large):
+        return graph
+    run = timeline(graph)
+    taken = run.users.keys() - run.kept
+    may_wait = [is_large and node.outputs[0] in taken for is_large, node in zip(large, graph.nodes, strict=True)]
+    latest = _latest(run, may_wait)
+    edges = _edges(run, latest, may_wait)
+    if not edges:
+        return graph
+    nodes = [
+        dataclasses.replace(node, after=(*node.after, edges[number])) if number in edges else node
+        for number, node in enumerate(graph.nodes)
+    ]
+    # Sorted by time, each node still follows its inputs; a receive ends when its send does.
+    times = [run.end[n] if node.op is ops.net_recv else latest[n] for n, node in enumerate(nodes)]
+    order = sorted(range(len(nodes)), key=lambda number: (times[number], number))
+    return dataclasses.replace(graph, nodes=tuple(nodes[number] for number in order))
 
-    least_bytes: int = LEAST_BYTES
 
-    def __call__(self, graph: Graph) -> Graph:
-        if not any(map(self._is_large, graph.nodes)):
-            return graph
-        run = timeline(graph)
-        taken = run.users.keys() - run.kept
-        may_wait = [self._is_large(node) and node.outputs[0] in taken for node in graph.nodes]
-        latest = _latest(run, may_wait)
-        edges = _edges(run, latest, may_wait)
-        if not edges:
-            return graph
-        nodes = [
-            dataclasses.replace(node, after=(*node.after, edges[number])) if number in edges else node
-            for number, node in enumerate(graph.nodes)
-        ]
-        # Sorted by time, each node still follows its inputs; a receive ends when its send does.
-        times = [run.end[n] if node.op is ops.net_recv else latest[n] for n, node in enumerate(nodes)]
-        order = sorted(range(len(nodes)), key=lambda number: (times[number], number))
-        return dataclasses.replace(graph, nodes=tuple(nodes[number] for number in order))
-
-    def _is_large(self, node: Node) -> bool:
-        if node.op is not ops.dev_copy:
-            return False
-        type = node.inputs[0].type
-        return isinstance(type, ArrayType) and type.size_bytes >= self.least_bytes
+def _copied_bytes(node: Node) -> int:
+    """Return the size of the value that a copy copies; -1 for other nodes."""
+    type = node.inputs[0].type if node.op is ops.dev_copy else None
+    return type.size_bytes if isinstance(type, ArrayType) else -1
 
 
 def _latest(run: Timeline, may_wait: Sequence[bool]) -> list[int]:

@@ -9,14 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.lowering.passes.base import Pass, run_passes
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import HANDLES, AccumulatorType, QueueType, RefType
-from dflow.tracing.syntax.text import parse, text
-from dflow.tracing.syntax.verify import verify
-from tests.golden import GoldenCase, check
 from tests.reference.accumulator_model import AccumulatorModel
 from tests.reference.interpret import Choose, interpret
 from tests.reference.queue_model import QueueModel
@@ -90,14 +86,3 @@ def assert_same_meaning(
 def chooser(seed: int) -> Choose:
     """Run the nodes of a graph in a random order that operands and order edges allow."""
     return random.Random(seed).choice
-
-
-def check_pass(case: GoldenCase, one: Pass) -> None:
-    """Assert that the pass makes the golden graph, valid and with equal meaning, and does not change its argument."""
-    graph = parse(case.input)
-    verify(graph)
-    made = run_passes(graph, [one])
-    assert text(graph) == text(parse(case.input))
-    check(case, text(made))
-    verify(made)
-    assert_same_meaning(graph, made)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import pytest
 
 from dflow.lowering.passes.base import Pass, run_passes
-from dflow.lowering.passes.merge import Merge
-from dflow.lowering.passes.prune import Prune
+from dflow.lowering.pipeline import SIMPLIFY
 from dflow.tracing.errors import VerifyError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.syntax.text import parse
@@ -23,19 +21,13 @@ graph(%x: f32[]) {
 }""")
 
 
-@dataclass(frozen=True)
-class Backwards(Pass):
-    """A pass with a fault: uses come before what they use."""
-
-    name = "backwards"
-
-    def __call__(self, graph: Graph) -> Graph:
-        return dataclasses.replace(graph, nodes=graph.nodes[::-1])
+#: A pass with a fault: uses come before what they use.
+BACKWARDS = Pass("backwards", lambda graph: dataclasses.replace(graph, nodes=graph.nodes[::-1]))
 
 
 def test_an_observer_sees_what_was_traced_and_what_each_pass_made() -> None:
     seen: list[tuple[str, Graph]] = []
-    made = run_passes(GRAPH, [Prune(), Merge()], observe=lambda name, graph: seen.append((name, graph)))
+    made = run_passes(GRAPH, SIMPLIFY, observe=lambda name, graph: seen.append((name, graph)))
     assert [name for name, _ in seen] == ["traced", "prune", "merge"]
     assert seen[0][1] is GRAPH
     assert seen[-1][1] is made
@@ -44,7 +36,7 @@ def test_an_observer_sees_what_was_traced_and_what_each_pass_made() -> None:
 
 def test_a_pass_that_breaks_the_graph_is_blamed_by_name() -> None:
     seen: list[str] = []
-    passes: list[Pass] = [Prune(), Backwards(), Merge()]
+    passes = [SIMPLIFY[0], BACKWARDS, SIMPLIFY[1]]
     with pytest.raises(VerifyError, match=r"%3: %1 is used before it is defined\n  at train.py:9") as caught:
         run_passes(GRAPH, passes, check=True, observe=lambda name, _: seen.append(name))
     assert caught.value.__notes__ == ["after the pass 'backwards'; the graph was valid before it"]
@@ -54,5 +46,5 @@ def test_a_pass_that_breaks_the_graph_is_blamed_by_name() -> None:
 
 def test_no_pass_is_blamed_for_a_graph_that_was_broken_before() -> None:
     with pytest.raises(VerifyError, match="used before it is defined") as caught:
-        run_passes(Backwards()(GRAPH), [Prune()], check=True)
+        run_passes(BACKWARDS.made_of(GRAPH), SIMPLIFY, check=True)
     assert not hasattr(caught.value, "__notes__")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +13,6 @@ from dflow.lowering.passes.place import Place
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.placement.graph_problem import Price
 from dflow.tracing.devices.device import choice_among, choices_in
-from dflow.tracing.errors import DeviceError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.syntax.text import parse
 from tests.effort import examples
@@ -67,22 +65,6 @@ def test_an_op_goes_to_the_large_variable_that_it_reads() -> None:
 def test_with_one_device_nothing_is_chosen_or_measured() -> None:
     text = "graph(%x: f32[64]) {\n  %a: f32[64] = jax.sin(%x)  @auto\n  return %a\n}"
     assert chosen(text, costs=None, place=Place(ALONE, (ALONE,), ("cpu:0",))) == {"a": None}  # type: ignore[arg-type]
-
-
-def test_a_graph_without_a_choice_is_left_as_it_is() -> None:
-    graph = parse("graph(%x: f32[64]) {\n  %a: f32[64] = jax.sin(%x)  @/device:cpu:1\n  return %a\n}")
-    assert Choose(PLACE, None)(graph) is graph  # type: ignore[arg-type]
-
-
-def test_too_little_memory_on_every_device_names_what_is_needed_and_the_limit() -> None:
-    text = "graph(%x: f32[64,64]) {\n" + dot("a", "x", "auto") + "  return %a\n}"
-    message = (
-        "no placement was found that fits: of the best, cpu:0 needs 32,768 bytes at its peak, but it has 20,000\n"
-        "  offer more devices, put variables on others, or make the batch smaller"
-    )
-    limits = (20_000, 10_000, 10_000)
-    with pytest.raises(DeviceError, match=f"^{re.escape(message)}$"):
-        chosen(text, GivenCosts(limits=limits))
 
 
 @settings(max_examples=examples(40), deadline=None)

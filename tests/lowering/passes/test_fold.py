@@ -11,7 +11,7 @@ import pytest
 import dflow
 from dflow.lowering.passes import fold
 from dflow.lowering.passes.base import run_passes
-from dflow.lowering.passes.fold import Fold
+from dflow.lowering.passes.fold import fold as folded
 from dflow.lowering.pipeline import pipeline
 from dflow.tracing.ir import ops
 from dflow.tracing.state.queues import FIFOQueue
@@ -21,13 +21,14 @@ from tests.lowering.meaning import WORKER
 
 def test_nothing_is_compiled_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fold, "_evaluated", lambda graph, nodes: pytest.fail("evaluated") if nodes else {})
-    Fold(WORKER)(
+    folded(
         parse("""
 graph(%q: queue<i32[]>, %x: i32[]) {
   %1: i32[] = jax.neg(%x)  @/job:worker/task:0
  !%2: token = queue.enqueue(%q, %1)  @/job:worker/task:0
   return
-}""")
+}"""),
+        WORKER,
     )
 
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from dflow.lowering.passes.base import run_passes
-from dflow.lowering.passes.schedule import Schedule
+from dflow.lowering.passes.schedule import schedule
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.placement.timeline import timeline
 from dflow.tracing.ir import ops
@@ -21,7 +22,7 @@ from tests.golden import read_golden
 from tests.lowering.meaning import DEVICES, PLACES, PS_0, TASKS, WORKER, assert_same_meaning, chooser
 from tests.lowering.stateful_graphs import INT, stateful_graphs
 
-ANY_SIZE = Schedule(least_bytes=0)
+any_size = partial(schedule, least_bytes=0)
 GOLDEN = Path(__file__).with_name("schedule.graphs")
 PASSES = pipeline(WORKER, TASKS, DEVICES)
 CLUSTERED = PASSES[: [one.name for one in PASSES].index("schedule")]
@@ -60,8 +61,8 @@ def clustered() -> st.SearchStrategy[Graph]:
 
 @settings(max_examples=examples(80))
 @given(before=clustered(), seed=st.integers(0, 2**16))
-def test_copies_wait_for_calls_and_nothing_else_changes(before: Graph, seed: int) -> None:
-    after = ANY_SIZE(before)
+def test_copies_wait_for_calls_and_by_the_timeline_nothing_gets_worse(before: Graph, seed: int) -> None:
+    after = any_size(before)
     verify(after)
     assert_same_meaning(before, after, choose=chooser(seed))
     old = {node.outputs: node for node in before.nodes}
@@ -73,13 +74,13 @@ def test_copies_wait_for_calls_and_nothing_else_changes(before: Graph, seed: int
         if node.after != own.after:
             (call,) = (makers[value] for value in node.after if value not in own.after)
             assert (node.op, call.op, call.device) == (ops.dev_copy, ops.xla_call, node.device)
+    assert_no_later(before, after)
+    assert_waits_for_no_more(before, after)
     event(f"delayed: {len(delayed(after)) > 0}")
 
 
-@settings(max_examples=examples(80))
-@given(before=clustered())
-def test_by_the_timeline_no_call_is_later_and_no_device_holds_more(before: Graph) -> None:
-    after = ANY_SIZE(before)
+def assert_no_later(before: Graph, after: Graph) -> None:
+    """Assert that by the timeline no call is later and no device holds more."""
     old, new = timeline(before), timeline(after)
     ends = {node.outputs: end for node, end in zip(before.nodes, old.end, strict=True)}
     for node, end in zip(after.nodes, new.end, strict=True):
@@ -95,10 +96,8 @@ def test_by_the_timeline_no_call_is_later_and_no_device_holds_more(before: Graph
     event(f"less memory: {any(new.peak_bytes[device] < held for device, held in old.peak_bytes.items())}")
 
 
-@settings(max_examples=examples(80))
-@given(before=clustered())
-def test_a_copy_waits_for_no_other_task_that_its_users_do_not_wait_for(before: Graph) -> None:
-    after = ANY_SIZE(before)
+def assert_waits_for_no_more(before: Graph, after: Graph) -> None:
+    """Assert that a copy waits for no other task that its users do not wait for."""
     waits: dict[Value, set[str]] = {}
     for node in before.nodes:
         own = {node.attributes["edge"]} if node.op is ops.net_recv else set[str]()
@@ -118,11 +117,11 @@ def delayed(graph: Graph) -> list[Node]:
 
 def test_it_finds_nothing_more_when_run_again() -> None:
     for case in read_golden(GOLDEN):
-        once = run_passes(parse(case.input), [ANY_SIZE])
-        assert text(run_passes(once, [ANY_SIZE])) == text(once)
+        once = any_size(parse(case.input))
+        assert text(any_size(once)) == text(once)
 
 
 def test_what_is_small_is_copied_at_once() -> None:
     graph = parse(read_golden(GOLDEN)[0].input)
-    assert delayed(ANY_SIZE(graph))
-    assert Schedule()(graph) is graph
+    assert delayed(any_size(graph))
+    assert schedule(graph) is graph

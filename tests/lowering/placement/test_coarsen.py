@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering.passes.order import Order
+from dflow.lowering.passes.order import order
 from dflow.lowering.placement.coarsen import coarsened
 from dflow.lowering.placement.work import Work, runs_how_long, work_in
 from dflow.tracing.ir.graph import Graph
@@ -24,7 +24,7 @@ COSTS = st.sampled_from([0.0, 0.1, 0.2, 1.0, 5.0])
 def test_units_hold_each_node_once_come_after_what_they_need_and_are_of_one_kind(
     graph: Graph, data: st.DataObject
 ) -> None:
-    graph = Order()(graph)
+    graph = order(graph)
     count = len(graph.nodes)
     seconds = data.draw(st.lists(COSTS, min_size=count, max_size=count))
     kinds = data.draw(st.lists(st.sampled_from(["a", "b", None]), min_size=count, max_size=count))

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import dflow
-from dflow.lowering.passes.prune import Prune
+from dflow.lowering.passes.prune import prune
 
 SHAPE = (13, 2)
 TABLE = jnp.arange(26, dtype=jnp.float32).reshape(SHAPE) / 26
@@ -17,7 +17,7 @@ IDS = jnp.array([3, 3, 0, -1, 11])
 
 def grown(fn: Any, *args: Any) -> list[str]:
     """Return the ops of a function's graph that give an array of the table's shape."""
-    graph = Prune()(dflow.graph(fn, *args).graph)
+    graph = prune(dflow.graph(fn, *args).graph)
     return [node.op.name for node in graph.nodes for v in node.outputs if getattr(v.type, "shape", None) == SHAPE]
 
 
