@@ -34,7 +34,7 @@ from dflow.distributed.wire.messages.plans import ForgetResults, ReleasePlan
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.programs.program import LoweredProgram, lower_program
-from dflow.lowering.programs.shared_exports import SharedExports
+from dflow.lowering.programs.shared_exports import shared_exports
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.begin_ahead import released_at_call, why_not_own
@@ -254,9 +254,9 @@ class ClusterSteps(RecoveringState):
         """Register parts of a step with other tasks, concurrently; return the handles."""
         reach("registration", self._task)
         self._requests.unsaved.make_again()
-        exports = SharedExports()
+        export = shared_exports()
         with self._requests.used.explained([*parts]):
-            asked = {task: start_registration(self.server.peer(task), part, exports) for task, part in parts.items()}
+            asked = {task: start_registration(self.server.peer(task), part, export) for task, part in parts.items()}
         handles = {}
         for task, handle_of in asked.items():
             with self._requests.explained(task):

@@ -13,7 +13,7 @@ from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.collectives.process_groups import RETURN_S
 from dflow.distributed.transport.addresses import TcpAddress, parse_endpoints
 from dflow.distributed.transport.loopback import LOOPBACK
-from dflow.lowering.steps.program_watch import set_program_watch
+from dflow.lowering.steps.program_watch import ProgramWatch, set_program_watch
 
 
 class Collectives:
@@ -40,7 +40,7 @@ class Collectives:
         host = main.host if isinstance(main, TcpAddress) else LOOPBACK
         self._end_runtime = start_runtime(self.group, host, settings.join_timeout_s)
         self.programs = AgreedPrograms(self.group)
-        set_program_watch(self.programs)
+        set_program_watch(ProgramWatch(self.programs.called, self.programs.written))
 
     def close(self) -> None:
         """Wait until all processes are done, and end the runtime."""

@@ -15,7 +15,7 @@ import msgspec
 
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan
-from dflow.lowering.programs.shared_exports import SharedExports
+from dflow.lowering.programs.discharge import Discharged
 from dflow.lowering.steps.lowered import Lowered
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
@@ -24,13 +24,13 @@ from dflow.tracing.errors import DeadlineExceeded, WireError
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def start_registration(peer: Peer, lowered: Lowered, exports: SharedExports) -> Callable[[float], int]:
+def start_registration(peer: Peer, lowered: Lowered, export: Callable[[Discharged], bytes]) -> Callable[[float], int]:
     """Send a plan to a task; return a function that waits for its handle, given the longest wait in s.
 
-    exports  those shared with other tasks
+    export   returns the bytes of a program, those of equal ones once
     raises   TransportClosed when the connection has ended; the function also the task's error and DeadlineExceeded
     """
-    blobs = [exports.blob(pure) for pure in lowered.functions]
+    blobs = [*map(export, lowered.functions)]
     names = tuple(hashlib.sha256(blob).digest() for blob in blobs)
     plan = _ENCODER.encode(lowered.plan)
     answer: Future[int] = Future()

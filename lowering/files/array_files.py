@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, ArrayManifest, manifest_text, read_manifest
+from dflow.lowering.files.array_manifest import MANIFEST, ArrayManifest, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
 from dflow.lowering.files.divided_array import Bounds, DividedArray
 from dflow.lowering.files.object_path import LONGEST_S, Location, ObjectPath, first_line, no_answer, says_nothing
@@ -93,15 +93,11 @@ def write_manifest(
 ) -> None:
     """Write the manifest of a folder, after all its arrays."""
     _write(folder / METADATA, orbax_metadata(types, paths))
-    entries = {name: ArrayEntry(paths[name], str(type)) for name, type in types.items()}
-    _write_text(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata))
+    _write(folder / MANIFEST, manifest_text(secrets.token_hex(16), types, paths, metadata))
 
 
 def _write(path: Location, content: Any) -> None:
-    _write_text(path, json.dumps(content, sort_keys=True))
-
-
-def _write_text(path: Location, text: str) -> None:
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     if isinstance(path, ObjectPath):
         path.write(text.encode())
     else:
@@ -154,7 +150,6 @@ class ArrayFiles(ArrayManifest):
             yield value
 
     def is_replaced(self) -> bool:
-        """Whether this folder has been replaced or removed since it was opened."""
         try:
             return read_arrays(self.path).id != self.id
         except CheckpointError:

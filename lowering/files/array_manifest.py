@@ -28,22 +28,16 @@ _MOST_BYTES = 256 << 20
 _REMEDY = "take an older checkpoint; the arrays that are whole can be read one by one, with zarr or TensorStore"
 
 
-class ArrayEntry(msgspec.Struct, frozen=True):
+class _ArrayEntry(msgspec.Struct, frozen=True):
     """An array: its folder, relative to that of the manifest, and the text of its type."""
 
     path: str
     type: str
 
 
-class _FormatVersion(msgspec.Struct, frozen=True):
-    """The part that every version of the format has."""
-
-    version: int
-
-
-class _Content(_FormatVersion, frozen=True):
+class _Content(msgspec.Struct, frozen=True):
     id: str
-    arrays: dict[str, ArrayEntry]
+    arrays: dict[str, _ArrayEntry]
     metadata: dict[str, Any]
 
 
@@ -58,13 +52,15 @@ class ArrayManifest:
     metadata: Mapping[str, Any]
 
 
-def manifest_text(id: str, arrays: Mapping[str, ArrayEntry], metadata: Mapping[str, Any]) -> str:
+def manifest_text(
+    id: str, types: Mapping[str, ArrayType], paths: Mapping[str, str], metadata: Mapping[str, Any]
+) -> str:
     """Return the text of a manifest, with a checksum."""
     content = {
         "format": "dflow arrays",
         "version": VERSION,
         "id": id,
-        "arrays": {name: msgspec.structs.asdict(entry) for name, entry in arrays.items()},
+        "arrays": {name: {"path": paths[name], "type": str(type)} for name, type in types.items()},
         "metadata": dict(metadata),
     }
     return json.dumps({"crc32": _checksum(content), "content": content}, sort_keys=True)
@@ -105,7 +101,8 @@ def _content(folder: Location, whole: Any) -> _Content:
         raise ValueError("it has no content and checksum")
     if _checksum(whole["content"]) != whole["crc32"]:
         raise ValueError("its checksum is that of another content")
-    version = msgspec.convert(whole["content"], _FormatVersion).version
+    # Every version of the format has its number.
+    version = msgspec.convert(msgspec.convert(whole["content"], dict[str, Any]).get("version"), int)
     if version > VERSION:
         raise CheckpointError(
             f"{folder} has version {version} of the format, and this dflow reads up to {VERSION}",
@@ -119,7 +116,7 @@ def is_inside(path: str) -> bool:
     return {"", ".", ".."}.isdisjoint(path.split("/")) and path.isprintable()
 
 
-def _array_type(name: str, entry: ArrayEntry) -> ArrayType:
+def _array_type(name: str, entry: _ArrayEntry) -> ArrayType:
     """Return the type of an array. Raises ValueError if it is no array type, or the path leads out of the folder."""
     if not is_inside(entry.path):
         raise ValueError(f"array {name!r} lies at {entry.path!r}, which is no path inside the folder")

@@ -90,10 +90,7 @@ class ChangedArrays:
     _changes: Mapping[str, _Change]
 
     def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
-
-        Raises DamagedCheckpoint, which names the array, for one that is missing or damaged.
-        """
+        """See `SavedArrays`. Raises DamagedCheckpoint, which names the array, for one that is missing or damaged."""
         yield from self._files.each({name: one for name, one in shardings.items() if name not in self._changes})
         for name, sharding in shardings.items():
             if (change := self._changes.get(name)) is not None:
@@ -101,7 +98,6 @@ class ChangedArrays:
                 yield name, value if sharding is None else spread(value.shape, sharding, value.__getitem__)
 
     def is_replaced(self) -> bool:
-        """Return whether another folder, or none, is at the path by now."""
         return self._files.is_replaced()
 
     def _merged(self, name: str, change: _Change) -> npt.NDArray[Any]:

@@ -21,7 +21,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, manifest_text, read_manifest
+from dflow.lowering.files.array_manifest import MANIFEST, manifest_text, read_manifest
 from dflow.lowering.files.object_path import ObjectPath, StoredObject
 from dflow.tracing.errors import CheckpointError, CheckpointExists
 
@@ -140,10 +140,8 @@ def _manifest_at(staging: ObjectPath) -> bytes | None:
         manifest = read_manifest(staging)
     except FileNotFoundError:
         return None
-    entries = {
-        name: ArrayEntry(f"{staging.name}/{path}", str(manifest.types[name])) for name, path in manifest.paths.items()
-    }
-    return manifest_text(manifest.id, entries, manifest.metadata).encode()
+    paths = {name: f"{staging.name}/{path}" for name, path in manifest.paths.items()}
+    return manifest_text(manifest.id, manifest.types, paths, manifest.metadata).encode()
 
 
 def _put_in_place(staging: ObjectPath, text: bytes, overwrite: bool) -> bytes | None:

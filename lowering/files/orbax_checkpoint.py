@@ -53,7 +53,7 @@ class OrbaxCheckpoint:
     _tree: Any
 
     def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
+        """See `SavedArrays`.
 
         All pass through the memory of this process. Raises DamagedCheckpoint, which names the array, for one that
         Orbax cannot read; CheckpointError for a number of Python that is too large.
@@ -63,7 +63,6 @@ class OrbaxCheckpoint:
             yield name, value if sharding is None else placed(jnp.array(value), sharding)
 
     def is_replaced(self) -> bool:
-        """Return whether another checkpoint, or none, is at the path by now."""
         try:
             return _id(self.path) != self.id
         except OSError:

@@ -53,10 +53,7 @@ class SafetensorsFile:
     _starts: Mapping[str, int]
 
     def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
-
-        Raises DamagedCheckpoint if the file is shorter than before.
-        """
+        """See `SavedArrays`. Raises DamagedCheckpoint if the file is shorter than before."""
         with open(self.path, "rb") as file:
             for name, sharding in shardings.items():
                 type = self.types[name]
@@ -81,7 +78,6 @@ class SafetensorsFile:
             yield np.array(part.of(data.view(type.dtype).reshape(type.shape)))
 
     def is_replaced(self) -> bool:
-        """Return whether another file, or none, is at the path by now."""
         try:
             return read_safetensors(self.path).id != self.id
         except CheckpointError:

@@ -7,7 +7,7 @@ same ops, under the same trace contexts, to arguments of the same types; when in
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import numpy as np
 
@@ -17,21 +17,20 @@ from dflow.tracing.ir.exact_attributes import exact_attributes
 from dflow.tracing.ir.graph import Node, Operand, Value
 
 
-class SharedExports:
-    """The exports made for one registration."""
+def shared_exports() -> Callable[[Discharged], bytes]:
+    """Return a function that exports programs, for `load_program`: equal ones among its arguments once."""
+    # An entry keeps its program alive, because parts of the key are identities of the objects that it holds.
+    made: dict[Hashable, tuple[Discharged, bytes]] = {}
 
-    def __init__(self) -> None:
-        # An entry keeps its program alive, because parts of the key are identities of the objects that it holds.
-        self._made: dict[Hashable, tuple[Discharged, bytes]] = {}
-
-    def blob(self, program: Discharged) -> bytes:
-        """Return the export of a program, for `load_program`."""
+    def blob(program: Discharged) -> bytes:
         key = computation(program)
         if key is None:
             return export_program(program.fn, program.types)
-        if key not in self._made:
-            self._made[key] = program, export_program(program.fn, program.types)
-        return self._made[key][1]
+        if key not in made:
+            made[key] = program, export_program(program.fn, program.types)
+        return made[key][1]
+
+    return blob
 
 
 def computation(program: Discharged) -> Hashable | None:

@@ -7,23 +7,17 @@ gets the sum of all gradients, and the step increases by one. Takes are served i
 A gradient may also be kept aside under a ticket, until a later decision, such as another task's, chooses the gradients
 to sum. A gradient kept for a later step makes those kept for earlier steps stale.
 
-Invariant: `count` gradients were added since the last `Give`, and they are too few for the first pending take.
+Invariant: `count` gradients were added since the last take was served, and they are too few for the first pending one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Give:
-    """Answer the take with this `ticket` from the sum of `count` gradients, and reset the sum."""
-
-    ticket: int
-    count: int
+#: Answer the take with this ticket from the sum of this number of gradients, and reset the sum.
+Give = tuple[int, int]
 
 
 class AccumulatorMachine:
@@ -122,4 +116,4 @@ class AccumulatorMachine:
         del self._waiting[ticket]
         count, self.count = self.count, 0
         self.step += 1
-        return [Give(ticket, count)]
+        return [(ticket, count)]

@@ -83,7 +83,6 @@ class HeldAccumulator(SharedResource):
             return machine.step, machine.count, machine.dropped, [np.array(array) for part in total for array in part]
 
     def saved(self) -> SavedContents:
-        """See `SharedResource`."""
         with self._lock:
             numbers, total, kept = self.machine.saved(), self._sum, dict(self._kept)
         parts = {f"sum {index}": part for index, part in enumerate(total or ())}
@@ -92,7 +91,6 @@ class HeldAccumulator(SharedResource):
         return SavedContents({**numbers, "parts": {name: len(part) for name, part in parts.items()}}, arrays)
 
     def return_to(self, saved: SavedContents) -> None:
-        """See `SharedResource`."""
         numbers, sizes = saved.numbers, saved.numbers["parts"]
         parts = {name: tuple(saved.arrays[f"{name} {k}"] for k in range(size)) for name, size in sizes.items()}
 
@@ -243,8 +241,9 @@ class HeldAccumulator(SharedResource):
         return results
 
     def _answer(self, command: Give) -> tuple[int, Outcome[Found]]:
+        ticket, count = command
         total, self._sum = self._sum, None
-        return command.ticket, (total, command.count)
+        return ticket, (total, count)
 
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
         machine = self.machine

@@ -130,13 +130,11 @@ class SharedResource(ABC):
         """Set the contents to those of `saved`; pending operations go on with them."""
 
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """See `HeldResource`."""
         if op.name not in self.rules:
             raise InternalError(f"no {self.kind} does {op.name!r}")
         return self.rules[op.name](self, op, operands, on_results)
 
     def forget(self, reason: str, remedy: str, error: type[DflowError] | None = None) -> None:
-        """See `HeldResource`."""
         kind = error or self.error
 
         def decide(answers: Answers) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -50,15 +49,18 @@ class Fail:
 QueueCommand = Serve | Fail
 
 
-class ElementOrder(ABC):
-    """The elements of a queue, in the order of their dequeues. `held_back` of them stay until it is closed."""
+class ElementOrder:
+    """The elements of a queue, in the order of their dequeues: first in, first out, unless a subclass has another one.
+
+    `held_back` of them stay until it is closed.
+    """
 
     held_back = 0
     #: Decides the order, unless the pushes do.
     random: random.Random | None = None
 
     def __init__(self) -> None:
-        self._elements: Any = []
+        self._elements: Any = deque()
 
     def __len__(self) -> int:
         return len(self._elements)
@@ -67,30 +69,20 @@ class ElementOrder(ABC):
         """Put an element in."""
         self._elements.append(element)
 
-    @abstractmethod
     def pop(self) -> Element:
         """Remove and return the next element."""
+        return self._elements.popleft()
 
     def contents(self) -> list[Element]:
         """Return the elements without changing them. Pushed into an empty order, they come out as they would here."""
         return list(self._elements)
 
 
-class FifoOrder(ElementOrder):
-    """First in, first out."""
-
-    def __init__(self) -> None:
-        self._elements: deque[Element] = deque()
-
-    def pop(self) -> Element:
-        return self._elements.popleft()
-
-
 class ShuffleOrder(ElementOrder):
     """A random element next. The same `seed` with the same pushes and pops gives the same elements."""
 
     def __init__(self, seed: int, min_after_dequeue: int) -> None:
-        super().__init__()
+        self._elements = []
         self.held_back = min_after_dequeue
         self.random = self._random = random.Random(seed)
 
@@ -108,7 +100,7 @@ class PriorityOrder(ElementOrder):
     """The element with the lowest priority number next; of equal ones, the first that was put in."""
 
     def __init__(self, priority_of: Callable[[Element], int]) -> None:
-        super().__init__()
+        self._elements = []
         self._priority_of = priority_of
         self._serials = itertools.count()
 

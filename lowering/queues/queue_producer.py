@@ -60,14 +60,12 @@ class HeldQueueProducer:
         return self.held.start(enqueue_op(self.where, of), element, on_results)
 
     def fed(self) -> IndexSet:
-        """See `QueueProducer`."""
         return self.held.fed(self.name) if self.name is not None else IndexSet()
 
     def forget(self) -> None:
         """See `QueueProducer`: nothing is recorded without a name."""
 
     def close(self) -> None:
-        """See `QueueProducer`."""
         self.held.close()
 
     def fail(self, failure: BaseException) -> None:

@@ -26,7 +26,6 @@ from dflow.lowering.queues.pending_operations import (
 from dflow.lowering.queues.queue_machine import (
     Element,
     ElementOrder,
-    FifoOrder,
     PriorityOrder,
     QueueCommand,
     QueueMachine,
@@ -258,7 +257,7 @@ def order_of(settings: QueueSettings) -> ElementOrder:
     """Return a new, empty order for a queue of these settings."""
     match settings.kind:
         case QueueKind.FIFO:
-            return FifoOrder()
+            return ElementOrder()
         case QueueKind.SHUFFLE:
             return ShuffleOrder(settings.seed, settings.min_after_dequeue)
         case QueueKind.PRIORITY:

@@ -9,7 +9,6 @@ refused, since nothing of it is left to do.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -49,12 +48,6 @@ class KeptRun(msgspec.Struct, frozen=True):
         return sum(count for step in self.steps for _, count in step.changes)
 
 
-@dataclass
-class _StepResults:
-    owner: str
-    results: dict[StepChange, Sequence[Any]] = field(default_factory=dict)
-
-
 class RunResults:
     """The results of one run. Its owner holds a lock around each call.
 
@@ -63,7 +56,9 @@ class RunResults:
 
     def __init__(self) -> None:
         self.ended = IndexSet()
-        self._steps: dict[int, _StepResults] = {}
+        #: The results of the changes of each step, and its owner, by its number.
+        self._steps: dict[int, dict[StepChange, Sequence[Any]]] = {}
+        self._owners: dict[int, str] = {}
         #: The numbers of the steps with results, by owner.
         self._owned: dict[str, set[int]] = {}
 
@@ -72,11 +67,10 @@ class RunResults:
         owned = self._owned.get(owner)
         if owned:
             self._end(owner, owned - {number, *unfinished})
-        step = self._steps.get(number)
-        if step is not None and step.owner != owner:
-            self._owned[step.owner].discard(number)
+        before = self._owners.get(number)
+        if before is not None and before != owner:
+            self._owned[before].discard(number)
             self._own(number, owner)
-            step.owner = owner
 
     def end_all(self, owner: str, unfinished: Collection[int]) -> None:
         """Note that all steps of `owner` have ended, but the `unfinished` ones."""
@@ -85,32 +79,33 @@ class RunResults:
     def _end(self, owner: str, numbers: Iterable[int]) -> None:
         for number in [*numbers]:
             self._owned[owner].discard(number)
-            del self._steps[number]
+            del self._steps[number], self._owners[number]
             self.ended.add(range(number, number + 1))
         if owner in self._owned and not self._owned[owner]:
             del self._owned[owner]
 
     def _own(self, number: int, owner: str) -> None:
+        self._owners[number] = owner
         self._owned.setdefault(owner, set()).add(number)
 
     def keep(self, number: int, owner: str, change: StepChange, results: Sequence[Any]) -> None:
         """Keep the results of a change in a step."""
         if number not in self._steps:
-            self._steps[number] = _StepResults(owner)
+            self._steps[number] = {}
             self._own(number, owner)
-        self._steps[number].results[change] = results
+        self._steps[number][change] = results
 
     def get(self, number: int, change: StepChange) -> Sequence[Any] | None:
         """Return the results of a change; None if they are not kept."""
-        step = self._steps.get(number)
-        return None if step is None else step.results.get(change)
+        return self._steps.get(number, {}).get(change)
 
     def copy(self, run: str, arrays: list[Any]) -> KeptRun:
         """Return a copy of the record; add its arrays to `arrays`, in order."""
         steps = []
-        for number, step in self._steps.items():
-            steps.append(KeptStep(number, step.owner, tuple((one, len(found)) for one, found in step.results.items())))
-            arrays += (array for found in step.results.values() for array in found)
+        for number, results in self._steps.items():
+            sizes = tuple((one, len(found)) for one, found in results.items())
+            steps.append(KeptStep(number, self._owners[number], sizes))
+            arrays += (array for found in results.values() for array in found)
         return KeptRun(run, tuple((part.start, part.stop) for part in self.ended.ranges()), tuple(steps))
 
     @staticmethod

@@ -20,18 +20,18 @@ from dflow.lowering.values.computed import wait_until_computed
 _VALUE, _STEP, _IS_READY = attrgetter("value"), attrgetter("step"), methodcaller("is_ready")
 
 
-class RepeatedViews:
-    """Repeated `store.views` of the same variables; thread-safe."""
+#: Returns the values from where they were at the last read; None if they are there no longer.
+_Look = Callable[[], Sequence[Any] | None]
 
-    def __init__(self, store: Store, keys: Sequence[str]) -> None:
-        self._store, self._keys = store, keys
-        #: Returns the values from where they were at the last call; None if they are there no longer.
-        self._found: Callable[[], Sequence[Any] | None] | None = None
 
-    def __call__(self) -> Sequence[Any]:
+def repeated_views(store: Store, keys: Sequence[str]) -> Callable[[], Sequence[Any]]:
+    """Return a function for repeated `store.views(keys)`; thread-safe."""
+    look: _Look | None = None
+
+    def views() -> Sequence[Any]:
         """Return the values at one moment; see `Store.views`."""
-        found = self._found
-        values = found() if found is not None else None
+        nonlocal look
+        values = look() if look is not None else None
         if values is not None:
             try:  # `suppress` would cost as much as a view
                 if not all(map(_IS_READY, values)):
@@ -39,39 +39,43 @@ class RepeatedViews:
                 return [*map(np.asarray, values)]
             except RuntimeError:  # a program has overwritten a value since
                 pass
-        values = self._store.views(self._keys)
-        self._found = self._look()
+        values = store.views(keys)
+        look = _look_at(store, keys)
         return values
 
-    def _look(self) -> Callable[[], Sequence[Any] | None] | None:
-        """Return the function for `_found`, if one step holds all variables, or the table does."""
-        held = [self._store.table.entry(key) for key in self._keys]
-        step = held[0].step if held else None
-        if any(entry.step is not step for entry in held):
-            return None
-        if step is None:
-            return partial(self._in_table, held) if all(has_view(entry.value) for entry in held) else None
-        entries, written = step.entries, step.written
-        if written is None or [entries[entry.index] for entry in held] != held:
-            return None
-        indices = [entry.index for entry in held]
-        if not all(has_view(written[index]) for index in indices):
-            return None
-        first = indices[0]
-        is_range = len(indices) == 1 or indices == [*range(first, first + len(indices))]
-        pick = itemgetter(slice(first, first + len(indices))) if is_range else itemgetter(*indices)
-        return partial(_in_step, step, entries, pick)
+    return views
 
-    def _in_table(self, entries: list[HeldValue]) -> Sequence[Any] | None:
-        values = [*map(_VALUE, entries)]
-        # No value of a variable comes back once it is replaced. So if each variable has the same value after none was
-        # with a step, and its entry is still in the table, there was a moment when all had these values.
-        are_there = (
-            not any(map(_STEP, entries))
-            and all(map(is_, values, map(_VALUE, entries)))
-            and [*map(self._store.table.entries.get, self._keys)] == entries
-        )
-        return values if are_there else None
+
+def _look_at(store: Store, keys: Sequence[str]) -> _Look | None:
+    """Return the function for the next read, if one step holds all variables, or the table does."""
+    held = [store.table.entry(key) for key in keys]
+    step = held[0].step if held else None
+    if any(entry.step is not step for entry in held):
+        return None
+    if step is None:
+        return partial(_in_table, store, keys, held) if all(has_view(entry.value) for entry in held) else None
+    entries, written = step.entries, step.written
+    if written is None or [entries[entry.index] for entry in held] != held:
+        return None
+    indices = [entry.index for entry in held]
+    if not all(has_view(written[index]) for index in indices):
+        return None
+    first = indices[0]
+    is_range = len(indices) == 1 or indices == [*range(first, first + len(indices))]
+    pick = itemgetter(slice(first, first + len(indices))) if is_range else itemgetter(*indices)
+    return partial(_in_step, step, entries, pick)
+
+
+def _in_table(store: Store, keys: Sequence[str], entries: list[HeldValue]) -> Sequence[Any] | None:
+    values = [*map(_VALUE, entries)]
+    # No value of a variable comes back once it is replaced. So if each variable has the same value after none was with
+    # a step, and its entry is still in the table, there was a moment when all had these values.
+    are_there = (
+        not any(map(_STEP, entries))
+        and all(map(is_, values, map(_VALUE, entries)))
+        and [*map(store.table.entries.get, keys)] == entries
+    )
+    return values if are_there else None
 
 
 def _in_step(

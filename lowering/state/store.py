@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from threading import Event, get_ident
 from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -29,7 +30,7 @@ from dflow.lowering.state.held_value import HeldValue, StepState
 from dflow.lowering.state.variable_table import VariableTable
 from dflow.lowering.values.computed import wait_until_computed
 from dflow.lowering.values.conversion import converted
-from dflow.lowering.values.first_value import Making, first_value
+from dflow.lowering.values.first_value import first_value, wait_until_made
 from dflow.lowering.values.host_values import device_copy
 from dflow.lowering.values.kept_shardings import beside, is_spread, refuse_divided
 from dflow.lowering.values.wide_types import admit
@@ -53,8 +54,8 @@ class Store:
         self.table = VariableTable()
         #: The steps of shared runs that have changed the values, queues and accumulators here.
         self.applied = AppliedSteps()
-        #: The values being created, each by one thread.
-        self._making: dict[str, Making] = {}
+        #: The values being created: the thread of each, and the event at its end.
+        self._making: dict[str, tuple[int, Event]] = {}
         #: The queues and accumulators, by key. One that was removed may still serve its waiters.
         self.resources: dict[str, HeldResource] = {}
         #: What calls of a program on some variables share, by the keys of those written and of those only read.
@@ -70,7 +71,7 @@ class Store:
         `make` creates `key` itself; DeadlineExceeded when another thread's `make` takes longer than `MAKING_S`.
         """
         admit([type.dtype])
-        mine = Making()
+        mine = get_ident(), Event()
         while True:
             with self.table.lock:
                 self.table.sweep()
@@ -82,7 +83,7 @@ class Store:
                 _check_again(key, held, type)
                 return False
             assert making is not None
-            making.wait(key)
+            wait_until_made(key, *making)
         try:
             value = first_value(key, type, make, sharding)
             if key.endswith(SUFFIX):
@@ -94,7 +95,7 @@ class Store:
         finally:
             with self.table.lock:
                 del self._making[key]
-            mine.ended.set()
+            mine[1].set()
         return True
 
     def keys(self) -> tuple[str, ...]:

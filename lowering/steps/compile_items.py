@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from dflow.lowering.state.held_value import StepState
-from dflow.lowering.state.repeated_views import RepeatedViews
+from dflow.lowering.state.repeated_views import repeated_views
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import CompiledPlan, DoItem, Execution, Fill
@@ -130,7 +130,7 @@ class ItemCompiler:
     def _read(self, item: Read, index: int) -> DoItem:
         store, keys, fill = self._store, item.keys, self._filler(item.gives)
         if index in self._executable.sent:
-            views = RepeatedViews(store, keys)
+            views = repeated_views(store, keys)
             return lambda run: fill(run.registers, views())
 
         def do(run: Execution) -> None:

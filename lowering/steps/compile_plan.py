@@ -12,7 +12,6 @@ and all other items.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -40,13 +39,8 @@ from dflow.lowering.steps.recorder import NOWHERE, Recorder
 #: index, and then the items that follow items of the previous iteration, by index.
 _Waits = int
 
-
-class _Kind(Enum):
-    """A segment of items without waits: what the feeds alone determine, the rest, and what changes state."""
-
-    OF_FEEDS = "of the feeds"
-    OTHER = "other"
-    CHANGING = "changing"
+#: Kinds of segments without waits: what the feeds alone determine, the rest, and what changes state.
+_OF_FEEDS, _OTHER, _CHANGING = range(3)
 
 
 def run_of(
@@ -95,12 +89,12 @@ class _Compiler:
         ]
         self._order = _in_order(executable)
         before = self._waits_before()
-        groups: dict[tuple[_Waits, _Kind], list[int]] = {} if self._order else {(0, _Kind.OTHER): []}
+        groups: dict[tuple[_Waits, int], list[int]] = {} if self._order else {(0, _OTHER): []}
         for index in self._order:
-            kind = _Kind.OTHER if before[index] else _kind_of(index, executable)
+            kind = _OTHER if before[index] else _kind_of(index, executable)
             groups.setdefault((before[index], kind), []).append(index)
         # Changes of state last, so that what other tasks wait for leaves first.
-        self._groups = dict(sorted(groups.items(), key=lambda group: group[0][1] is _Kind.CHANGING))
+        self._groups = dict(sorted(groups.items(), key=lambda group: group[0][1] == _CHANGING))
         #: The segments that take each register.
         self._takers: dict[int, set[int]] = {}
         for number, group in enumerate(self._groups.values()):
@@ -161,7 +155,7 @@ class _Compiler:
             registers[register] = value
         # Segments that wait for the release, in each of the ways of `Begins`.
         changing = {number for number, group in enumerate(groups.values()) if not executable.changing.isdisjoint(group)}
-        later = {number for number, (_, kind) in enumerate(groups) if kind is not _Kind.OF_FEEDS}
+        later = {number for number, (_, kind) in enumerate(groups) if kind != _OF_FEEDS}
         return CompiledPlan(
             executable,
             self._store,
@@ -242,12 +236,12 @@ def _bits(number: int) -> Iterator[int]:
         number ^= lowest
 
 
-def _kind_of(index: int, executable: Executable) -> _Kind:
+def _kind_of(index: int, executable: Executable) -> int:
     if index in executable.changing:
-        return _Kind.CHANGING
+        return _CHANGING
     if executable.sends_of_feeds and index not in executable.stateful:
-        return _Kind.OF_FEEDS
-    return _Kind.OTHER
+        return _OF_FEEDS
+    return _OTHER
 
 
 def _in_order(executable: Executable) -> list[int]:

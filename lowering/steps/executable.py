@@ -6,7 +6,6 @@ Invariant: an executable's plan does not change, so any number of steps may run 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
 from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Any
@@ -41,17 +40,11 @@ from dflow.tracing.ir.types import parse_dtype
 ANYTHING = ""
 
 
-class ItemRole(Enum):
-    """An effect of an item on the order of queues and variables."""
-
-    USES = "reads or writes a variable"
-    WRITES = "writes a variable"
-    RELEASES = "does what others learn from"
-    ACQUIRES = "learns what others did"
-
-
+#: Effects of an item on the order of queues and variables: it uses or writes a variable, does what other threads learn
+#: from, or learns what others did.
+_USES, _WRITES, _RELEASES, _ACQUIRES = _ROLES = ("uses", "writes", "releases", "acquires")
 #: Two items with these roles keep their order in the program.
-_IN_ORDER = ((ItemRole.WRITES, ItemRole.RELEASES), (ItemRole.ACQUIRES, ItemRole.USES))
+_IN_ORDER = ((_WRITES, _RELEASES), (_ACQUIRES, _USES))
 
 
 class Executable:
@@ -230,7 +223,7 @@ class Executable:
                 for index, _ in line[: changing[0] + 1]:
                     found.setdefault(index, set()).add(last)
                 found[first].update(index for index, _ in line[changing[-1] :])
-        doing: dict[ItemRole, list[int]] = {role: [] for role in ItemRole}
+        doing: dict[str, list[int]] = {role: [] for role in _ROLES}
         for index, item in enumerate(self.plan.items):
             for role in self._roles_of(item):
                 doing[role].append(index)
@@ -240,9 +233,9 @@ class Executable:
         return {index: frozenset(before) for index, before in found.items()}
 
     @cached_property
-    def roles(self) -> frozenset[ItemRole]:
+    def roles(self) -> frozenset[str]:
         """The roles of the plan's items."""
-        return frozenset[ItemRole]().union(*map(self._roles_of, self.plan.items))
+        return frozenset[str]().union(*map(self._roles_of, self.plan.items))
 
     @cached_property
     def followed(self) -> Mapping[int, tuple[int, ...]]:
@@ -253,18 +246,19 @@ class Executable:
                 found.setdefault(other, []).append(index)
         return {index: tuple(later) for index, later in found.items()}
 
-    def _roles_of(self, item: Item) -> frozenset[ItemRole]:
+    def _roles_of(self, item: Item) -> Iterable[str]:
         match item:
-            case Call():
-                used = (ItemRole.USES, bool(item.reads or item.writes)), (ItemRole.WRITES, bool(item.writes))
-                return frozenset(role for role, is_so in used if is_so)
+            case Call() if item.writes:
+                return _USES, _WRITES
+            case Call() if item.reads:
+                return (_USES,)
             case Read():
-                return frozenset({ItemRole.USES})
+                return (_USES,)
             case UseResource():
-                return frozenset({ItemRole.RELEASES if ops.RESOURCE_OPS[item.op.name].releases else ItemRole.ACQUIRES})
+                return (_RELEASES if ops.RESOURCE_OPS[item.op.name].releases else _ACQUIRES,)
             case Branch() | While() | Scan():
-                return frozenset[ItemRole]().union(*(self.bodies[body].roles for body in bodies_of(item)))
-        return frozenset()
+                return frozenset[str]().union(*(self.bodies[body].roles for body in bodies_of(item)))
+        return ()
 
     def _touched_by(self, item: Item) -> dict[str, bool]:
         found: dict[str, bool] = {}

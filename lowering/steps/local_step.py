@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from dflow.lowering.programs.program import LoweredProgram, Program, lower_program
-from dflow.lowering.queues.channel import Deliver, Sent, StepId
+from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.compile_plan import run_of
@@ -25,9 +25,7 @@ from dflow.lowering.steps.plan import Call, calls_in
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.kept_shardings import kept_shardings
 from dflow.lowering.values.outcome import Outcome
-from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.devices.device_name import device_name
-from dflow.tracing.errors import InternalError
 from dflow.tracing.jaxprs.trace import Traced
 
 
@@ -194,12 +192,5 @@ def _one_call(call: Call, feeds: tuple[int, ...], program: Program, store: Store
     return run
 
 
-class _NoChannel:
-    def send(self, step: StepId, edge: str, destination: str, values: Sequence[Sent]) -> None:
-        raise InternalError(f"a local step sends {edge!r} to {destination}")
-
-    def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
-        raise InternalError(f"a local step receives {edge!r} from {source}")
-
-
-_NO_CHANNEL = _NoChannel()
+#: The only plan of a step neither sends nor receives.
+_NO_CHANNEL: Any = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 from weakref import ref
 
 import jax
@@ -62,14 +62,15 @@ class WatchedProgram:
         return self._collective[key]
 
 
-class ProgramWatch(Protocol):
-    """Sees the calls of programs with state of this process, and the writes outside of programs."""
+class ProgramWatch(NamedTuple):
+    """Functions that may wait for other processes, and raise.
 
-    def called(self, program: WatchedProgram, args: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
-        """Called before each call of a program; may wait for other processes, and raise."""
+    called   called before each call of a program of this process with state: with it, args, kwargs and leaves
+    written  called before each write outside of programs: with the variable, the kind of update and its operands
+    """
 
-    def written(self, variable: Variable, kind: str, operands: Sequence[Any]) -> None:
-        """Called before each write outside of programs; may wait for other processes, and raise."""
+    called: Callable[[WatchedProgram, Any, Any, Sequence[Any]], None]
+    written: Callable[[Variable, str, Sequence[Any]], None]
 
 
 _watches: list[ProgramWatch] = []

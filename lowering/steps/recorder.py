@@ -20,7 +20,7 @@ from typing import Any, Final
 import jax
 
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.plan import Item, Plan, Recv, Send
+from dflow.lowering.steps.plan import Plan, Recv, Send
 from dflow.lowering.steps.step_events import COMPUTED, RECEIVED, SENT, WAIT_EXPIRED, Event
 
 #: Number of events that a recorder keeps by default.
@@ -171,22 +171,13 @@ def _read(noted: Noted) -> Event:
         # Sends and receives are named by their edge, like the events of the value.
         name = str(getattr(item, "edge", name))
         peer = str(getattr(item, "source", "") or getattr(item, "destination", ""))
-        kind, values = type(item).__name__, _values_of(item)
+        kind = type(item).__name__
+        values = len(item.takes) if isinstance(item, Send) else len(item.gives) if isinstance(item, Recv) else 0
         return Event(at_ns, what, origin, number, kind, name, line, peer, values=values, number=index, text=text)
     if what in _OF_VALUES:
         size, began = transfer
         return Event(at_ns, what, origin, number, name=subject, peer=detail, size_bytes=size, began_ns=began)
     return Event(at_ns, what, origin, number, peer=subject, text=detail)
-
-
-def _values_of(item: Item) -> int:
-    """Number of values that a send or a receive transfers."""
-    match item:
-        case Send():
-            return len(item.takes)
-        case Recv():
-            return len(item.gives)
-    return 0
 
 
 _OF_VALUES = (SENT, RECEIVED, WAIT_EXPIRED)

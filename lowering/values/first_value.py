@@ -27,27 +27,20 @@ _LARGE_BYTES = 1 << 20
 MAKING_S = 600.0
 
 
-class Making:
-    """A running initialiser, with its thread."""
+def wait_until_made(key: str, thread: int, ended: threading.Event) -> None:
+    """Wait until the initialiser of a variable, which runs on `thread`, has returned or raised.
 
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.ended = threading.Event()
-
-    def wait(self, key: str) -> None:
-        """Wait until the initialiser has returned or raised.
-
-        Raises VariableError on the initialiser's own thread, DeadlineExceeded after `MAKING_S`.
-        """
-        if self.thread == threading.get_ident():
-            raise VariableError(
-                f"the initialiser of variable {key!r} creates variable {key!r} itself", "give one of them another name"
-            )
-        if not self.ended.wait(MAKING_S):
-            raise DeadlineExceeded(
-                f"the initialiser of variable {key!r}, on another thread, has not ended within {MAKING_S:g} s",
-                "does it wait for this thread?",
-            )
+    Raises VariableError on the initialiser's own thread, DeadlineExceeded after `MAKING_S`.
+    """
+    if thread == threading.get_ident():
+        raise VariableError(
+            f"the initialiser of variable {key!r} creates variable {key!r} itself", "give one of them another name"
+        )
+    if not ended.wait(MAKING_S):
+        raise DeadlineExceeded(
+            f"the initialiser of variable {key!r}, on another thread, has not ended within {MAKING_S:g} s",
+            "does it wait for this thread?",
+        )
 
 
 def first_value(key: str, type: ArrayType, make: Callable[[], Any], sharding: Sharding | None) -> jax.Array:

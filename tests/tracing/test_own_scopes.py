@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import dflow
 from dflow.lowering.programs.discharge import discharge
-from dflow.lowering.programs.shared_exports import SharedExports
+from dflow.lowering.programs.shared_exports import shared_exports
 from dflow.tracing.own_scopes import own_scope
 
 
@@ -46,6 +46,6 @@ def test_programs_of_tables_with_other_names_are_the_same_bytes() -> None:
 
         graph = dflow.graph(fn, jnp.ones(2)).graph
         assert {node.scope for node in graph.nodes} == {f"dflow:lookup {name}"}
-        return bytes(SharedExports().blob(discharge(graph)))
+        return shared_exports()(discharge(graph))
 
     assert exported("one") == exported("another")
