@@ -13,13 +13,15 @@ from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
-from dflow.lowering.queues.channel import Deliver, StepId
+from dflow.lowering.programs.program import Program
+from dflow.lowering.queues.channel import Channel, Deliver, StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.local_step import lower_programs
 from dflow.lowering.steps.lowered import literals, make_plans
+from dflow.lowering.steps.plan import Plan
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.outcome import Outcome
 from dflow.lowering.values.payload_layout import PayloadLayout
@@ -27,6 +29,9 @@ from dflow.tracing.devices.device_name import split_device_name, task_of
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.types import RefType
 from tests.lowering.meaning import TASKS, WORKER
+
+#: The default step of `begin`.
+STEP = StepId(WORKER, 1)
 
 
 class Mail:
@@ -69,6 +74,24 @@ class Mailbox:
     def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
         self._mail.log.append(("receive", edge))
         self._mail.take((step, edge, source, self._task), deliver)
+
+
+def begin(
+    plan: Plan,
+    programs: Sequence[Program] = (),
+    feeds: Sequence[Any] = (),
+    *,
+    store: Store | None = None,
+    channel: Channel | None = None,
+    step: StepId = STEP,
+    submit: Callable[[Callable[[], None]], object] = lambda work: work(),
+    **options: Any,
+) -> tuple[Execution, list[Outcome[Fetches]]]:
+    """Make a run of a plan, without starting it; return it and the list of its outcomes."""
+    outcomes: list[Outcome[Fetches]] = []
+    here = channel or Mailbox(Mail(), plan.task)
+    run = run_of(Executable(plan, programs), store or Store(), here, step, feeds, outcomes.append, submit, **options)
+    return run, outcomes
 
 
 class Cluster:

@@ -130,13 +130,6 @@ def write_and(place: ObjectPath, then: Callable[[ObjectPath], Any]) -> None:
         then(folder)
 
 
-def test_a_save_that_another_one_removed_fails_and_the_other_stays(place: ObjectPath) -> None:
-    with pytest.raises(CheckpointError, match="c cannot be written: what was written there was removed before"):
-        write_and(place, lambda _: write(place, 2.0, overwrite=False))
-    assert value_at(place) == 2.0
-    assert folders_at(place) == folders_of(place)
-
-
 class Turns:
     """Lets several threads make requests to a store one at a time, in an order that a seed determines."""
 
@@ -202,14 +195,6 @@ def test_in_any_order_of_their_requests_writers_leave_a_whole_checkpoint(seed: i
     assert folders_at(place) == folders_of(place)
 
 
-def test_an_attempt_whose_state_alone_was_changed_is_not_put_in_place(place: ObjectPath) -> None:
-    with pytest.raises(CheckpointError, match="was removed before it was complete"):
-        write_and(place, lambda folder: (folder / ".attempt").write(b"removed"))
-    assert value_at(place) is None
-    tidy(place)
-    assert place.names() == []
-
-
 def test_a_checkpoint_made_meanwhile_is_not_replaced(place: ObjectPath) -> None:
     with pytest.raises(CheckpointExists, match="was made while this was written"):
         write_and(place, lambda _: (place / MANIFEST).write(b"that of another process"))
@@ -239,12 +224,6 @@ def test_what_a_process_left_after_its_manifest_is_finished(place: ObjectPath) -
     tidy(place)
     assert ".attempt" not in " ".join(place.names())
     assert value_at(place) == 1.0
-
-
-def test_a_block_that_fails_leaves_nothing(place: ObjectPath) -> None:
-    with pytest.raises(ZeroDivisionError):
-        write_and(place, lambda _: 1 / 0)
-    assert place.names() == []
 
 
 def test_a_folder_without_its_manifest_is_not_put_in_place(place: ObjectPath) -> None:

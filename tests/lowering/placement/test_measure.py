@@ -98,11 +98,6 @@ def test_many_equal_small_parts_weigh_as_much_as_they_take_together() -> None:
     assert meter.measured[0] == "f32[64,64]"
 
 
-def times_on(clock: Callable[[], float]) -> Callable[[Callable[[float], float]], float]:
-    meter = Meter(clock=clock)
-    return lambda call: meter._in_a_row(call, 0.0)
-
-
 def test_a_call_is_timed_among_others_in_a_row_each_on_what_the_one_before_gave() -> None:
     now, waits = 0.0, list[float]()
 
@@ -112,7 +107,7 @@ def test_a_call_is_timed_among_others_in_a_row_each_on_what_the_one_before_gave(
         waits.append(given)
         return given + 1
 
-    assert times_on(lambda: now)(call) == pytest.approx(1e-4)
+    assert Meter(clock=lambda: now)._in_a_row(call, 0.0) == pytest.approx(1e-4)
     assert all(later in (0.0, earlier + 1) for earlier, later in pairwise(waits))
     # One call to warm up, one to count, and four equal rows of 2 ms, the first of them to warm up.
     assert len(waits) == pytest.approx(2 + 4 * 20, abs=4)
@@ -127,7 +122,7 @@ def test_what_takes_long_is_run_twice() -> None:
         now, calls = now + 1.0, calls + 1
         return given
 
-    assert times_on(lambda: now)(call) == 1.0
+    assert Meter(clock=lambda: now)._in_a_row(call, 0.0) == 1.0
     assert calls == 2
 
 

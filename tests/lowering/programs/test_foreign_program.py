@@ -21,7 +21,6 @@ from dflow.lowering.programs.foreign_program import read_program, write_program
 from dflow.lowering.programs.program import export_program, load_program
 from dflow.tracing.errors import WireError
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.jax_frontend import STABLE_CALL_TARGETS
 from tests.effort import examples
 
 F32 = ArrayType(np.dtype("float32"), (3,))
@@ -63,11 +62,6 @@ def test_a_call_of_what_jax_does_not_guarantee_is_refused(target: str) -> None:
         load_program(blob, 0)
 
 
-def test_callbacks_are_not_among_what_jax_guarantees() -> None:
-    assert "lapack_spotrf_ffi" in STABLE_CALL_TARGETS
-    assert not [target for target in STABLE_CALL_TARGETS if "callback" in target or "python" in target]
-
-
 def test_a_call_inside_a_branch_or_a_loop_is_found() -> None:
     inner = calling("hidden")
 
@@ -98,12 +92,6 @@ def test_bytecode_is_refused_unread() -> None:
     blob = export.export(jax.jit(lambda x: x + 1))(F32.struct).serialize()
     with pytest.raises(WireError, match="are no exported program: UnicodeDecodeError"):
         read_program(blob)
-
-
-def test_a_large_constant_comes_back_to_the_bit() -> None:
-    large = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
-    blob = export_program(lambda: [jnp.asarray(large)], [])
-    assert np.array_equal(load_program(blob, 0)()[0], large)
 
 
 class Chest:
@@ -166,13 +154,7 @@ def test_damaged_programs_are_refused_or_are_other_programs(data: st.DataObject)
         read_program(blob)
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_refused(data: bytes) -> None:
+@given(st.binary(max_size=200) | st.integers(0, len(GOOD) - 64).map(lambda size: GOOD[:size]))
+def test_any_bytes_and_a_program_cut_short_are_refused(data: bytes) -> None:
     with pytest.raises(WireError, match=f"{len(data)} bytes are no exported program"):
         read_program(data)
-
-
-@pytest.mark.parametrize("size", [0, 1, len(GOOD) // 2, len(GOOD) - 64])
-def test_a_program_cut_short_is_refused(size: int) -> None:
-    with pytest.raises(WireError):
-        read_program(GOOD[:size])

@@ -64,21 +64,11 @@ def test_zeros_are_found_too() -> None:
 )
 def test_which_rows_are_read_first(shape: tuple[int, ...], dtype: Any, reads: int) -> None:
     rows = -(-LEAST_TABLE_BYTES // (int(np.prod(shape)) * jnp.dtype(dtype).itemsize))
-    assert gathers(table(rows, shape, dtype), jnp.array([1, 2])) == reads
-
-
-def test_the_rows_of_a_small_table_are_read_once() -> None:
-    assert gathers(table(ROWS - 1), jnp.array([1, 2])) == 1
-
-
-@pytest.mark.parametrize("dtype", [jnp.int16, jnp.uint32])
-def test_indices_of_other_dtypes_are_left_as_they_are(dtype: Any) -> None:
-    assert gathers(LARGE, jnp.array([1, 2], dtype)) == 1
-
-
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_other_platforms_read_once(platform: str) -> None:
-    assert gathers(LARGE, jnp.array([1, 2]), platform) == 1
+    indices, large = jnp.array([1, 2]), table(rows, shape, dtype)
+    assert gathers(large, indices) == reads
+    assert gathers(large[:-1], indices) == 1  # a small table
+    assert gathers(large, indices.astype(jnp.int16)) == gathers(large, indices.astype(jnp.uint32)) == 1
+    assert gathers(large, indices, "cuda") == gathers(large, indices, "tpu") == 1
 
 
 def test_a_step_reads_the_rows_of_a_variable_first() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.lowering.queues.accumulator_machine import AccumulatorMachine, Give
+from dflow.lowering.queues.accumulator_machine import AccumulatorMachine
 
 
 def test_a_gradient_beyond_the_limit_is_dropped_until_a_take_has_come() -> None:
@@ -13,7 +13,7 @@ def test_a_gradient_beyond_the_limit_is_dropped_until_a_take_has_come() -> None:
     for _ in range(3):
         state.apply(0)
     assert (state.count, state.dropped) == (2, 1)
-    assert state.take(1, 2) == [Give(1, 2)]
+    assert state.take(1, 2) == [(1, 2)]
     assert state.apply(1) == []
     assert (state.count, state.dropped) == (1, 1)
 
@@ -21,9 +21,9 @@ def test_a_gradient_beyond_the_limit_is_dropped_until_a_take_has_come() -> None:
 def test_a_take_that_waits_is_served_when_fewer_are_said_to_be_enough() -> None:
     state = AccumulatorMachine()
     assert state.take(1, 3) == state.apply(0) == state.apply(0) == []
-    assert state.set_enough(2) == [Give(1, 2)]
+    assert state.set_enough(2) == [(1, 2)]
     assert state.take(2, 3) == state.set_enough(5) == []
-    assert [state.apply(1) for _ in range(3)] == [[], [], [Give(2, 3)]]
+    assert [state.apply(1) for _ in range(3)] == [[], [], [(2, 3)]]
 
 
 _calls = st.lists(
@@ -43,7 +43,7 @@ def test_every_gradient_is_dropped_or_given_once_and_no_take_gets_too_few(calls:
     wanted: dict[int, int] = {}
     added = dropped = given_out = 0
     for ticket, (call, number) in enumerate(calls):
-        before, done = state.step, list[Give]()
+        before, done = state.step, list[tuple[int, int]]()
         match call:
             case "apply":
                 dropped, added = dropped + (number < before), added + (number >= before)
@@ -57,22 +57,13 @@ def test_every_gradient_is_dropped_or_given_once_and_no_take_gets_too_few(calls:
             case "set_step":
                 assert state.set_step(number) == before
                 assert state.step == number
-        for command in done:
-            assert command.ticket == next(iter(wanted))
-            assert command.count >= wanted.pop(command.ticket)
+        for served, count in done:
+            assert served == next(iter(wanted))
+            assert count >= wanted.pop(served)
             assert state.step == before + 1
-            given_out += command.count
+            given_out += count
         assert (state.count, state.dropped) == (added - given_out, dropped)
         assert not wanted or state.count < next(iter(wanted.values()))
-
-
-def test_kept_gradients_wait_for_their_tickets_and_those_of_earlier_steps_are_dropped() -> None:
-    state = AccumulatorMachine()
-    assert [state.keep(0), state.keep(0), state.keep(0)] == [1, 2, 3]
-    state.take_kept([3, 1])
-    assert (state.step, state.kept, state.dropped) == (1, {}, 1)
-    assert [state.keep(0), state.keep(1), state.keep(4), state.keep(1)] == [0, 4, 5, 0]
-    assert (state.step, state.kept, state.dropped, state.count) == (4, {5: 4}, 4, 0)
 
 
 _kept_calls = st.lists(

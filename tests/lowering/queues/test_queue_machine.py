@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,32 +74,6 @@ def test_a_wait_that_ends_frees_the_way_for_those_behind_it() -> None:
     assert queue.dequeue(0, 2) + queue.dequeue(1, 1) + queue.enqueue(2, elements(1)) == [Serve(2)]
     assert queue.abandon(0) == [Serve(1, elements(1))]
     assert queue.abandon(0) + queue.abandon(9) == []
-
-
-def test_a_shuffling_queue_holds_elements_back_until_it_is_closed() -> None:
-    queue = machine(QueueSettings(QueueKind.SHUFFLE, 4, min_after_dequeue=2, seed=1))
-    queue.enqueue(0, elements(1, 2, 3))
-    first, *rest = queue.dequeue(1, 1) + queue.dequeue(2, 1)
-    assert isinstance(first, Serve)
-    assert rest == []
-    (second,) = queue.close()
-    assert isinstance(second, Serve)
-    assert len({*first.elements, *second.elements}) == 2
-
-
-def test_the_seed_says_the_order() -> None:
-    def order(seed: int) -> list[QueueCommand]:
-        queue = machine(QueueSettings(QueueKind.SHUFFLE, 8, seed=seed))
-        return queue.enqueue(0, elements(*range(8))) + queue.dequeue(1, 8)
-
-    assert order(1) == order(1)
-    assert order(1) != order(2)
-
-
-def test_priorities_go_lowest_first_and_equal_ones_in_order() -> None:
-    queue = machine(QueueSettings(QueueKind.PRIORITY, 4))
-    queue.enqueue(0, ((2, "a"), (1, "b"), (2, "c"), (-3, "d")))
-    assert queue.dequeue(1, 4) == [Serve(1, ((-3, "d"), (1, "b"), (2, "a"), (2, "c")))]
 
 
 _KINDS = st.builds(
@@ -191,10 +164,3 @@ def test_asked_one_at_a_time_it_does_what_the_model_does(kind: QueueSettings, ac
             return  # the op waits, and the next ones depend on others
         assert act(queue, action, argument, ticket) == wanted
         assert sorted(queue.order.contents()) == sorted(model.elements)
-
-
-@pytest.mark.parametrize("kind", QueueKind)
-def test_more_elements_come_in_order_through_a_queue_of_one(kind: QueueKind) -> None:
-    queue = machine(QueueSettings(kind, 1))
-    given = queue.enqueue(0, elements(1, 2, 3)) + [each for ticket in (1, 2, 3) for each in queue.dequeue(ticket, 1)]
-    assert given == [Serve(1, elements(1)), Serve(2, elements(2)), Serve(0), Serve(3, elements(3))]

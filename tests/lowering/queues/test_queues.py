@@ -41,15 +41,6 @@ def take(queue: HeldQueue, count: int = 1, timeout_s: float = WAIT_S) -> list[in
     return [number for (number,) in wait(lambda done: queue.dequeue(count, done, timeout_s))]
 
 
-def test_a_callback_is_called_by_whoever_brings_what_it_waits_for() -> None:
-    queue, answers = fifo(1), list[Outcome[Any]]()
-    queue.dequeue(1, answers.append, WAIT_S)
-    assert answers == []
-    put(queue, 7)
-    assert answers == [((7,),)]
-    assert queue.depth() == (0, 1)
-
-
 def test_a_deadline_says_what_was_waited_for() -> None:
     queue = fifo(2)
     put(queue, 1, 2)
@@ -168,17 +159,6 @@ def _each_interrupt(
         if not was_interrupted:
             assert line > 10
             return
-
-
-def test_an_interrupt_of_who_enqueues_loses_no_element_and_leaves_nobody_waiting() -> None:
-    def use(queue: HeldQueue, answers: list[Outcome[Any]]) -> Callable[[], None]:
-        queue.dequeue(1, answers.append, WAIT_S)
-        return lambda: put(queue, 1)
-
-    for queue, answers in _each_interrupt(use):
-        got = list(answers)
-        put(queue, 2)
-        assert (answers, queue.contents()) == (([((1,),)], [(2,)]) if got else ([((2,),)], []))
 
 
 def test_an_interrupt_of_who_enqueues_for_several_tells_them_all_or_none() -> None:

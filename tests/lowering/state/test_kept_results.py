@@ -151,7 +151,7 @@ class Run:
             case 0:
                 step.element = taken(step.first, self.tasks.queue)
             case 1:
-                (ticket,) = step.first.once(["tickets"], self.tasks.ticket, lambda: (), bool)
+                (ticket,) = step.first.once(["tickets", "other"], self.tasks.ticket, lambda: (), bool)
                 step.ticket = int(ticket)
             case 2:
                 brought = step.element, step.ticket
@@ -327,6 +327,21 @@ def test_results_of_programs_are_kept_on_request() -> None:
     assert applied.attempt(step).once(["a"], lambda: (3,), lambda: (2,), bool) == (1,)
     assert applied.attempt(step).once(["b"], lambda: (4,), lambda: (2,)) == (4,)
     assert applied.attempt(step).once(["b"], lambda: (5,), lambda: (2,)) == (2,)
+
+
+def test_a_change_that_failed_is_made_by_the_next_attempt() -> None:
+    applied, step = AppliedSteps(), StepOfRun("run", 0)
+    with pytest.raises(ZeroDivisionError):
+        applied.attempt(step).once(["a", "b"], lambda: (1 // 0,), tuple)
+    assert applied.attempt(step).once(["a", "b"], lambda: (4,), tuple) == (4,)
+
+
+def test_a_change_of_variables_that_an_earlier_attempt_changed_in_part_is_refused() -> None:
+    applied = AppliedSteps()
+    applied.attempt(StepOfRun("run", 3)).once(["a"], tuple, tuple)
+    with pytest.raises(StrategyError, match=r"step 3 of run 'run' .* updated \['a'\]") as raised:
+        applied.attempt(StepOfRun("run", 3)).once(["a", "b"], tuple, tuple)
+    assert "let all workers run the same function in a step" in str(raised.value)
 
 
 def test_a_programs_results_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:

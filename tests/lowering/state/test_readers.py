@@ -79,16 +79,10 @@ def waits(store: Store, key: str, work: Callable[[], Any]) -> Iterator[Future[An
         yield future
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that overwrites a value waits for the calls that read it as long as they take."""
     monkeypatch.setattr(variable_table, "PATIENCE_S", 10 * WAIT_S)
-
-
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that overwrites a value does not wait for the calls that read it."""
-    monkeypatch.setattr(variable_table, "PATIENCE_S", 0.0)
 
 
 @pytest.mark.parametrize("steps", [1, THREADS], ids=["one step", "a step each"])
@@ -120,10 +114,11 @@ def test_steps_that_write_their_own_variables_and_read_one_are_dispatched_concur
     assert [store.read(key).tolist()[0] for key in "ab"] == [2.0, 2.0]
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_step_that_overwrites_a_value_waits_for_a_call_that_reads_it() -> None:
     store, step = new_store(w=1.0, v=5.0), StepState([], ["w"], "infer")
     reading = Reading(store, step)
+    assert store.table.is_busy(["v", "w"])
+    assert not store.table.is_busy(["v", "another"])
     add(store, "v")  # no wait
     before = pointer(store.table.entry("w").value)
     taken: list[int] = []
@@ -141,7 +136,6 @@ def test_a_step_that_overwrites_a_value_waits_for_a_call_that_reads_it() -> None
     assert values(store, step) == [2.0]
 
 
-@pytest.mark.usefixtures("patient")
 def test_calls_that_read_let_a_step_that_waits_go_first() -> None:
     store, step = new_store(w=1.0), StepState([], ["w"], "infer")
     reading = Reading(store, step)
@@ -154,8 +148,8 @@ def test_calls_that_read_let_a_step_that_waits_go_first() -> None:
         assert infer.result(WAIT_S) == [2.0]
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_long_call_that_reads_delays_no_write_and_keeps_its_values() -> None:
+def test_a_long_call_that_reads_delays_no_write_and_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variable_table, "PATIENCE_S", 0.0)
     store, step = new_store(a=1.0, b=1.0), StepState([], ["a", "b"], "infer")
     reading, copies = Reading(store, step), set[int]()
 
@@ -174,7 +168,6 @@ def test_a_long_call_that_reads_delays_no_write_and_keeps_its_values() -> None:
     assert values(store, step) == [4.0, 4.0]
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_callback_of_a_call_that_reads_may_call_the_step_and_write_its_variables() -> None:
     store, step = new_store(w=1.0), StepState([], ["w"], "infer")
     seen: list[Any] = []
@@ -254,15 +247,6 @@ def test_a_failed_call_that_reads_leaves_the_values_and_is_over() -> None:
     assert values(store, step) == [2.0]
 
 
-def test_a_variable_is_busy_while_a_call_reads_it() -> None:
-    store = new_store(w=1.0, v=2.0)
-    reading = Reading(store, StepState([], ["w"], "infer"))
-    assert store.table.is_busy(["v", "w"])
-    assert not store.table.is_busy(["v", "another"])
-    reading.end()
-    assert not store.table.is_busy(["w"])
-
-
 @pytest.mark.parametrize("change", ["replace", "drop", "forget"])
 def test_a_step_that_reads_keeps_no_value_that_is_gone(change: str) -> None:
     store, step = new_store(w=1.0, v=2.0), StepState([], ["w", "v"], "infer")
@@ -292,32 +276,3 @@ def test_a_variable_forgets_steps_that_are_collected() -> None:
         values(store, StepState([], ["w"], "infer"))
     gc.collect()
     assert not store.table.entry("w").readers
-
-
-def test_steps_that_read_see_variables_written_together_as_they_are_written() -> None:
-    store, stop = new_store(a=0, b=0), threading.Event()
-    both = lower_program(lambda a, b: [a + 1, b + 1], [F32] * 2, 2).compile()
-    look = lower_program(lambda a, b: [a, b], [F32] * 2, 0, 2).compile()
-
-    def program(written: Any, read: Any) -> Any:
-        return look.run(lambda call, _: call(written, read), (), lambda: read)
-
-    def infer(step: StepState) -> list[tuple[float, float]]:
-        pairs = []
-        while not stop.is_set():
-            a, b = store.table.run_reading(step, program, ())
-            pairs.append((a.tolist()[0], b.tolist()[0]))
-        return pairs
-
-    steps = [StepState([], ["a", "b"], "infer")] * 2 + [StepState([], ["b", "a"], "look")] * 2
-    with ThreadPoolExecutor(len(steps)) as pool:
-        reading = [pool.submit(infer, step) for step in steps]
-        try:
-            for _ in range(200):
-                store.call(both, ["a", "b"], [], [])
-        finally:
-            stop.set()
-        for pairs in (future.result(WAIT_S) for future in reading):
-            assert all(a == b for a, b in pairs)
-            assert pairs == sorted(pairs), "an older value after a newer one"
-    assert store.read("a").tolist() == store.read("b").tolist() == [200.0] * 3

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from dflow.lowering.programs.program import Program, lower_program
 from dflow.lowering.state import repeated_views
-from dflow.lowering.state.repeated_views import RepeatedViews
 from dflow.lowering.state.store import Store, has_view
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import ArrayType
@@ -46,7 +45,7 @@ def repeated_add(store: Store, keys: Sequence[str], program: Program | None = No
 )
 def test_repeated_views_equal_snapshots(keys: list[str], actions: list[str]) -> None:
     store = store_of()
-    views = RepeatedViews(store, keys)
+    views = repeated_views.repeated_views(store, keys)
     do: dict[str, Callable[[], Any]] = {
         "add all": repeated_add(store, NAMES),
         "add reversed": repeated_add(store, NAMES[::-1]),
@@ -68,7 +67,7 @@ def test_repeated_views_equal_snapshots(keys: list[str], actions: list[str]) -> 
 
 def test_views_stay_valid_when_their_variables_are_overwritten() -> None:
     store = store_of()
-    add, views = repeated_add(store, NAMES), RepeatedViews(store, NAMES)
+    add, views = repeated_add(store, NAMES), repeated_views.repeated_views(store, NAMES)
     add()
     views()
     held = views()
@@ -81,7 +80,7 @@ def test_views_stay_valid_when_their_variables_are_overwritten() -> None:
 @pytest.mark.parametrize("is_in_step", [False, True])
 def test_unchanged_values_are_read_without_the_store(monkeypatch: pytest.MonkeyPatch, is_in_step: bool) -> None:
     store = store_of()
-    add, views = repeated_add(store, NAMES), RepeatedViews(store, NAMES)
+    add, views = repeated_add(store, NAMES), repeated_views.repeated_views(store, NAMES)
     if is_in_step:
         add()
     before = views()
@@ -92,7 +91,7 @@ def test_unchanged_values_are_read_without_the_store(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("then", ["the step keeps them", "the table has them", "one is replaced"])
 def test_values_in_the_table_are_of_one_moment(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
     store = store_of()
-    views, value_of = RepeatedViews(store, NAMES), attrgetter("value")
+    views, value_of = repeated_views.repeated_views(store, NAMES), attrgetter("value")
     add = repeated_add(store, NAMES, ADD_AND_KEEP)
     views()
 
@@ -115,7 +114,7 @@ def test_values_in_the_table_are_of_one_moment(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_value_overwritten_while_it_is_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of()
-    add, views = repeated_add(store, NAMES), RepeatedViews(store, NAMES)
+    add, views = repeated_add(store, NAMES), repeated_views.repeated_views(store, NAMES)
     add()
     views()
     taken = np.asarray
@@ -132,7 +131,7 @@ def test_a_value_overwritten_while_it_is_read_is_read_again(monkeypatch: pytest.
 @pytest.mark.parametrize("is_in_step", [False, True])
 def test_a_variable_that_is_gone_is_named(is_in_step: bool) -> None:
     store = store_of()
-    add, views = repeated_add(store, NAMES), RepeatedViews(store, NAMES)
+    add, views = repeated_add(store, NAMES), repeated_views.repeated_views(store, NAMES)
     if is_in_step:
         add()
     views()
@@ -143,7 +142,7 @@ def test_a_variable_that_is_gone_is_named(is_in_step: bool) -> None:
 
 def test_a_value_may_be_overwritten_right_after_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of()
-    add, views, read = repeated_add(store, NAMES), RepeatedViews(store, NAMES), store.views
+    add, views, read = repeated_add(store, NAMES), repeated_views.repeated_views(store, NAMES), store.views
     add()
 
     def overwritten(value: Any) -> bool:

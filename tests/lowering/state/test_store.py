@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,7 +17,7 @@ from dflow.lowering.state.store import Store
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.ir.types import ArrayType
 from tests.effort import examples
-from tests.lowering.state.store_programs import ADD, F32, ONES, WAIT_S, new_store, pointer
+from tests.lowering.state.store_programs import ADD, F32, ONES, new_store, pointer
 
 
 def in_store(store: Store, key: str) -> jax.Array:
@@ -61,15 +59,6 @@ def test_what_was_written_stays_the_writers() -> None:
     assert store.read("w").tolist() == [0.0] * 3
 
 
-def test_a_buffer_that_nobody_has_is_donated() -> None:
-    store = new_store(w=1)
-    for _ in range(3):
-        old = in_store(store, "w")
-        store.call(ADD, ["w"], [], [ONES])
-        assert old.is_deleted()
-    assert store.read("w").tolist() == [4.0] * 3
-
-
 def test_a_value_that_was_waited_for_is_still_the_store_s_alone() -> None:
     store = new_store(v=1.0)
     store.wait(["v"])
@@ -99,23 +88,6 @@ def test_a_view_costs_a_copy_only_while_it_is_held() -> None:
     assert store.read("w").tolist() == [3.0] * 3
 
 
-def test_views_are_of_one_moment() -> None:
-    store, both = new_store(v=0, w=0), lower_program(lambda v, w, x: [v + x, w + x], [F32] * 3, 2).compile()
-    stop = threading.Event()
-
-    def add() -> None:
-        while not stop.is_set():
-            store.call(both, ["v", "w"], [], [ONES])
-
-    with ThreadPoolExecutor(1) as pool:
-        adding = pool.submit(add)
-        seen = [[view.tolist()[0] for view in store.views(["v", "w"])] for _ in range(200)]
-        stop.set()
-        adding.result(WAIT_S)
-    assert all(v == w for v, w in seen)
-    assert sorted(seen) == seen
-
-
 def test_what_was_read_is_a_copy_and_the_variables_own_buffer_is_still_donated() -> None:
     store = new_store(w=0)
     copy = store.read("w")
@@ -128,25 +100,6 @@ def test_what_was_read_is_a_copy_and_the_variables_own_buffer_is_still_donated()
     store.write("w", copy)
     copy.delete()
     assert not in_store(store, "w").is_deleted()
-
-
-def test_variables_that_got_one_value_have_a_buffer_each() -> None:
-    store = new_store(w=0, v=0, u=5)
-    spread = lower_program(lambda w, v, u: [u, u, u], [F32] * 3, 2, 1).compile()
-    (given,) = store.call(spread, ["w", "v"], ["u"], [])
-    for count, key in enumerate(("w", "v", "u")):
-        store.call(ADD, [key], [], [jnp.full(3, count, jnp.float32)])
-    assert [store.read(key).tolist()[0] for key in ("w", "v", "u")] == [5, 6, 7]
-    assert given.tolist() == [5.0] * 3
-
-
-def test_two_variables_change_places() -> None:
-    store = new_store(w=1, v=2)
-    swap = lower_program(lambda w, v: [v, w], [F32] * 2, 2).compile()
-    for _ in range(3):
-        store.call(swap, ["w", "v"], [], [])
-    assert store.read("w").tolist() == [2.0] * 3
-    assert store.read("v").tolist() == [1.0] * 3
 
 
 PROGRAMS: Mapping[str, Program] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,49 +20,38 @@ from dflow.tracing.errors import DeadlineExceeded, VariableError
 from tests.lowering.flat_programs import flat_program, run_flat
 from tests.lowering.state.store_programs import ADD, F32, ONES, WAIT_S, new_store, pointer
 
+ADD_TO_BOTH = lower_program(lambda a, b: [a + 1, b + 1], [F32] * 2, 2).compile()
+LOOK = lower_program(lambda a, b: [a, b], [F32] * 2, 0, 2).compile()
+READS: dict[str, Callable[[Store], Iterable[Any]]] = {
+    "by a step": lambda store: store.call(LOOK, [], ["a", "b"], []),
+    "by another step": lambda store: reversed(store.call(LOOK, [], ["b", "a"], [])),
+    "by views": lambda store: store.views(["a", "b"]),
+    "by a snapshot": lambda store: store.snapshot(["a", "b"]).values(),
+}
 
-def test_variables_written_together_are_never_seen_apart() -> None:
-    store = new_store(a=0, b=0)
-    both = lower_program(lambda a, b: [a + 1, b + 1], [F32] * 2, 2).compile()
-    look = lower_program(lambda a, b: [a, b], [F32] * 2, 0, 2).compile()
-    everyone = threading.Barrier(8)
+
+@pytest.mark.parametrize("read_once", READS.values(), ids=READS)
+def test_variables_written_together_are_never_seen_apart(read_once: Callable[[Store], Iterable[Any]]) -> None:
+    store, everyone = new_store(a=0, b=0), threading.Barrier(8)
 
     def write(_: int) -> None:
         everyone.wait()
         for _ in range(50):
-            store.call(both, ["a", "b"], [], [])
+            store.call(ADD_TO_BOTH, ["a", "b"], [], [])
 
     def read(_: int) -> list[tuple[float, float]]:
         everyone.wait()
-        pairs = [store.call(look, [], ["a", "b"], []) for _ in range(50)]
-        return [(a.tolist()[0], b.tolist()[0]) for a, b in pairs]
+        return [(a.tolist()[0], b.tolist()[0]) for a, b in (read_once(store) for _ in range(50))]
 
     with ThreadPoolExecutor(8) as pool:
         writers = [pool.submit(write, index) for index in range(4)]
-        readers = [pool.submit(read, index) for index in range(4)]
-        seen = [pair for reader in readers for pair in reader.result()]
+        for reader in [pool.submit(read, index) for index in range(4)]:
+            seen = reader.result()
+            assert all(a == b for a, b in seen)
+            assert seen == sorted(seen), "an older value after a newer one"
         for writer in writers:
             writer.result()
-    assert all(a == b for a, b in seen)
     assert store.read("a").tolist() == store.read("b").tolist() == [200.0] * 3
-
-
-def test_adds_from_many_threads_all_count() -> None:
-    store = new_store(w=0)
-    everyone = threading.Barrier(8)
-
-    def work(index: int) -> None:
-        everyone.wait()
-        for _ in range(25):
-            if index % 2:
-                store.call(ADD, ["w"], [], [ONES])
-            else:
-                store.update("w", "assign_add", ONES)
-            assert store.read("w").tolist()[0] >= 1
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert store.read("w").tolist() == [200.0] * 3
 
 
 def test_a_program_that_fails_leaves_the_values() -> None:

@@ -39,24 +39,20 @@ def test_an_update_is_released_by_the_gradients() -> None:
     assert released(worker(), ps0, ps1) == ()
 
 
-def test_a_change_without_a_value_of_the_worker_is_released_by_a_message() -> None:
-    # The step count of an optimizer: one task counts, and sends a number to the other.
-    count = Call(1, ("count",), (), (), (5,)), Send("rate", PS1, (5,))
-    rate = Recv("rate", PS0, (5,), F32), Call(1, ("m",), (), (5, 1), ())
-    ps0, ps1 = plan(PS0, *fetch(PS0, 0), *update(PS0, 1), *count), plan(PS1, *fetch(PS1, 0), *update(PS1, 1), *rate)
-    assert released(worker(), ps0, ps1) == (PS0,)
-
-
 USE = UseResource("q", ResourceOp("queue.dequeue"), (), (6,))
+#: The step count of an optimizer, which counts, and sends a number to the other task.
 COUNT = Call(1, ("count",), (), (), (6,))
 CALLBACK = Call(1, (), (), (), (6,), touches_anything=True)
 
 
+@pytest.mark.parametrize("to", [WORKER, PS1])
 @pytest.mark.parametrize("change", [USE, COUNT, CALLBACK], ids=["a queue", "a variable", "a callback"])
-def test_so_is_a_change_whose_result_the_worker_needs(change: Item) -> None:
-    ps0 = plan(PS0, *fetch(PS0, 0), *update(PS0, 1), change, Send("new", WORKER, (6,)))
+def test_a_change_without_a_value_of_the_worker_is_released_by_a_message(change: Item, to: str) -> None:
+    ps0 = plan(PS0, *fetch(PS0, 0), *update(PS0, 1), change, Send("new", to, (6,)))
     new = Recv("new", PS0, (7,), F32)
-    assert released(worker(new), ps0, plan(PS1, *fetch(PS1, 0), *update(PS1, 1))) == (PS0,)
+    by_both = new, Call(1, ("m",), (), (7, 1), ())  # released by the gradient too
+    ps1 = plan(PS1, *fetch(PS1, 0), *update(PS1, 1), *(by_both if to == PS1 else ()))
+    assert released(worker(*([new] if to == WORKER else [])), ps0, ps1) == (PS0,)
 
 
 def test_a_change_by_another_tasks_value_is_released() -> None:

@@ -31,7 +31,7 @@ from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from tests.lowering.flat_programs import flat_program
 from tests.lowering.meaning import PS_0, WORKER
-from tests.lowering.one_process import Mail, Mailbox
+from tests.lowering.one_process import Mail, Mailbox, begin
 
 F32 = ArrayType(np.dtype("float32"), ())
 STEP = StepId(WORKER, 1)
@@ -42,24 +42,18 @@ class Task:
     """A task, its messages from and to another task, and its executions. Submitted work waits for a call of `work`."""
 
     def __init__(self, *programs: Program) -> None:
-        self.store, self.mail, self.outcomes = Store(), Mail(), list[Outcome[Fetches]]()
+        self.mail, self.outcomes = Mail(), list[Outcome[Fetches]]()
         self.submitted: list[Callable[[], None]] = []
         self.programs = programs
 
     def execution(self, *items: Item, registers: int = 9, feeds: Any = (), fetches: Sequence[int] = ()) -> Execution:
         """Make an execution of a plan without starting it; `feeds` maps registers to values."""
         feeds = dict(feeds)
-        plan = Plan(WORKER, registers, items, tuple(feeds), tuple(fetches))
-        mailbox = Mailbox(self.mail, WORKER)
-        return run_of(
-            Executable(plan, self.programs),
-            self.store,
-            mailbox,
-            STEP,
-            list(feeds.values()),
-            self.outcomes.append,
-            self.submitted.append,
-        )
+        names = tuple(f"%{index} (op)\n  at x.py:{index}" for index in range(len(items)))
+        plan = Plan(WORKER, registers, items, tuple(feeds), tuple(fetches), names=names)
+        values, channel = [*feeds.values()], Mailbox(self.mail, WORKER)
+        run, self.outcomes = begin(plan, self.programs, values, channel=channel, submit=self.submitted.append)
+        return run
 
     def start(self, *items: Item, **options: Any) -> Execution:
         """Start a plan."""
@@ -143,23 +137,10 @@ def test_a_value_is_let_go_of_when_all_that_take_it_are_done() -> None:
 
     task = Task(flat_program(run))
     items = call(0, gives=0), call(0, 0, gives=1), call(0, 0, gives=2, after=[1]), call(0, 2, gives=3, after=[2])
-    task.start(*items, fetches=(1,))
-    assert alive == [[], [True], [True, True], [False, True, True]]
+    task.start(*items, call(0, gives=4, after=[3]), fetches=(1,))
+    # Value 3, which no item takes, is freed immediately.
+    assert alive == [[], [True], [True, True], [False, True, True], [False, True, False, False]]
     assert task.outcomes == [(jnp.float32(1),)]
-
-
-def test_a_result_that_nobody_takes_is_let_go_of_at_once() -> None:
-    made: list[weakref.ref[Any]] = []
-
-    def run(*_: Any) -> list[jax.Array]:
-        assert all(ref() is None for ref in made)
-        result = jnp.float32(1)
-        made.append(weakref.ref(result))
-        return [result]
-
-    task = Task(flat_program(run))
-    task.start(call(0, gives=0), call(0, gives=1, after=[0]))
-    assert task.outcomes == [()]
 
 
 class Computed:
@@ -203,15 +184,6 @@ def test_what_a_copy_waits_for_may_have_failed() -> None:
         fetched(task.outcomes[0])
 
 
-def test_a_receive_after_its_value() -> None:
-    task = Task(*calls([], 1))
-    task.arrive("x", ONE)
-    task.start(recv("x", 0), call(0, 0, gives=1), send("y", 1), fetches=(0,))
-    task.work()
-    assert task.outcomes == [(ONE,)]
-    assert task.sent == {"y": jnp.float32(0)}
-
-
 def test_what_a_value_makes_ready_is_done_by_a_worker_not_by_who_delivers_it() -> None:
     log: list[int] = []
     task = Task(*calls(log, 1))
@@ -244,11 +216,7 @@ def test_a_send_waits_for_what_it_comes_after() -> None:
 def test_feeds_are_counted() -> None:
     plan = Plan(WORKER, 2, (), (0, 1), ())
     with pytest.raises(InternalError, match="the plan of /job:worker/task:0 takes 2 feeds but was given 1"):
-        run_of(Executable(plan), Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
-
-
-def never(_: Any) -> None:
-    pytest.fail("called")
+        begin(plan, feeds=[ONE])
 
 
 def failing(error: BaseException) -> Program:
@@ -278,26 +246,19 @@ def test_an_error_that_arrives_ends_the_execution() -> None:
     assert task.outcomes == [error]
 
 
-def test_what_arrives_after_the_end_makes_no_work() -> None:
+@pytest.mark.parametrize("arrives_first", [True, False])
+def test_after_the_end_nothing_runs(arrives_first: bool) -> None:
     log: list[int] = []
     task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
     execution = task.start(recv("x", 0), call(0, 0, gives=1))
+    if arrives_first:
+        task.arrive("x", ONE)
     execution.cancel(error)
-    task.arrive("x", ONE)
-    assert task.submitted == []
-    assert log == []
-    assert task.outcomes == [error]
-
-
-def test_work_submitted_before_the_end_and_done_after_it_does_nothing() -> None:
-    log: list[int] = []
-    task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
-    execution = task.start(recv("x", 0), call(0, 0, gives=1))
-    task.arrive("x", ONE)
-    execution.cancel(error)
+    if not arrives_first:
+        task.arrive("x", ONE)
+        assert task.submitted == []
     task.work()
-    assert log == []
-    assert task.outcomes == [error]
+    assert (log, task.outcomes, getattr(error, "__notes__", [])) == ([], [error], [])
 
 
 def test_cancel_before_the_start() -> None:
@@ -305,7 +266,6 @@ def test_cancel_before_the_start() -> None:
     task, error = Task(*calls(log, 1)), StepCancelled("cancelled")
     several: list[list[Item]] = [[call(0, gives=0), recv("x", 1)], []]
     for items in several:
-        task.outcomes.clear()
         execution = task.execution(*items)
         execution.cancel(error)
         execution.start()
@@ -319,24 +279,10 @@ def test_a_cancel_after_the_end_or_after_another_changes_nothing() -> None:
     execution = task.start(call(0, gives=0), fetches=(0,))
     execution.cancel(StepCancelled("too late"))
     assert task.outcomes == [(jnp.float32(0),)]
-    task.outcomes.clear()
     execution = task.start(recv("x", 0))
     execution.cancel(error := StepCancelled("first"))
     execution.cancel(StepCancelled("second"))
     assert task.outcomes == [error]
-
-
-def test_a_channel_that_cannot_send_ends_the_execution() -> None:
-    class Broken(Mailbox):
-        def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
-            raise ConnectionError(f"no way to {destination}")
-
-    outcomes: list[Outcome[Fetches]] = []
-    plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
-    run_of(Executable(plan), Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
-    with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
-        fetched(outcomes[0])
-    assert len(outcomes) == 1
 
 
 class Connecting(Mailbox):
@@ -365,6 +311,8 @@ def test_a_send_is_repeated_when_its_destination_is_connected(connecting: tuple[
     task, channel = connecting
     items = call(0, gives=0), call(1, gives=1), send("x", 1), send("y", 0, 2), call(2, 0, gives=2, after=[3])
     task.start(*items, fetches=(2,))
+    channel.waiting.pop()(None)  # the connection is lost again before the send is repeated
+    task.work()
     assert (task.outcomes, task.sent, len(channel.waiting)) == ([], {}, 1)
     channel.is_connected = True
     channel.waiting.pop()(None)
@@ -372,18 +320,6 @@ def test_a_send_is_repeated_when_its_destination_is_connected(connecting: tuple[
     task.work()
     assert task.sent == {"x": 1, "y": 0}
     assert task.outcomes == [(jnp.float32(2),)]
-
-
-def test_a_connection_may_be_lost_before_the_send_is_repeated(connecting: tuple[Task, Connecting]) -> None:
-    task, channel = connecting
-    task.start(send("x", 0), feeds={0: ONE})
-    for _ in range(3):
-        channel.waiting.pop()(None)
-        task.work()
-    channel.is_connected = True
-    channel.waiting.pop()(None)
-    task.work()
-    assert (task.outcomes, task.sent) == ([()], {"x": 1})
 
 
 def test_a_destination_that_cannot_be_connected_ends_the_execution(connecting: tuple[Task, Connecting]) -> None:
@@ -428,22 +364,6 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
 # The node of an error.
 
 
-def named_plan(*items: Item) -> Plan:
-    return Plan(WORKER, 9, items, (8,), (), names=tuple(f"%{index} (op)\n  at x.py:{index}" for index in range(9)))
-
-
-def run_named(task: Task, plan: Plan) -> None:
-    mailbox = Mailbox(task.mail, WORKER)
-    run_of(
-        Executable(plan, task.programs), task.store, mailbox, STEP, [ONE], task.outcomes.append, task.submitted.append
-    ).start()
-
-
-def notes(task: Task) -> list[str]:
-    [outcome] = task.outcomes
-    return list(getattr(outcome, "__notes__", []))
-
-
 @pytest.mark.parametrize(
     ("items", "node"),
     [
@@ -456,20 +376,11 @@ def notes(task: Task) -> list[str]:
 )
 def test_an_error_names_its_node_and_line_and_an_interrupt_none(items: list[Item], node: int | None) -> None:
     task = Task(*calls([], 1), failing(ValueError("bad")), failing(KeyboardInterrupt()))
-    run_named(task, named_plan(*items))
+    task.start(*items, feeds={8: ONE})
     if not task.outcomes:
         task.arrive("x", ConnectionError("gone"))
-    assert notes(task) == ([] if node is None else [f"in %{node} (op)\n  at x.py:{node}"])
-
-
-def test_what_ends_a_step_from_outside_is_of_no_node() -> None:
-    task = Task()
-    plan = named_plan(recv("x", 0))
-    mailbox = Mailbox(task.mail, WORKER)
-    execution = run_of(Executable(plan), task.store, mailbox, STEP, [ONE], task.outcomes.append, never)
-    execution.start()
-    execution.cancel(StepCancelled("stop"))
-    assert notes(task) == []
+    [error] = task.outcomes
+    assert getattr(error, "__notes__", []) == ([] if node is None else [f"in %{node} (op)\n  at x.py:{node}"])
 
 
 def test_a_long_chain_of_waits() -> None:

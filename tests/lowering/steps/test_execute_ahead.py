@@ -11,13 +11,12 @@ import pytest
 
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import Deliver, StepId
-from dflow.lowering.state.store import Store
 from dflow.lowering.steps import compile_items
-from dflow.lowering.steps.compile_plan import run_of
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Begins
 from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
 from dflow.lowering.values.payload_layout import PayloadLayout
+from tests.lowering.one_process import begin
 
 ORIGIN, TASK = "/job:worker/task:0", "/job:ps/task:0"
 F32 = (("f32", ()),)
@@ -53,7 +52,6 @@ class Run:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.done: list[Any] = []
         self.channel = Channel()
 
         def program(name: str, *results: Any) -> Program:
@@ -64,17 +62,8 @@ class Run:
             return Program(call)
 
         programs = [program("read", X), program("count", COUNT), program("add", SUM)]
-        executable = Executable(self.plan, programs)
-        self.run = run_of(
-            executable,
-            Store(),
-            self.channel,
-            StepId(ORIGIN, 1),
-            self.feeds,
-            self.done.append,
-            lambda work: work(),
-            begins=Begins.OWN if self.plan.task == ORIGIN else Begins.AHEAD,
-        )
+        begins = Begins.OWN if self.plan.task == ORIGIN else Begins.AHEAD
+        self.run, self.done = begin(self.plan, programs, self.feeds, channel=self.channel, begins=begins)
 
 
 def start(run: Run) -> None:
@@ -139,9 +128,7 @@ def test_copies_of_what_is_sent_from_a_gpu_start_with_its_computation(
     results = [OnDevice("a"), OnDevice("kept"), OnDevice("b")]
     plan = Plan(TASK, 3, (Call(0, (), (), (), (0, 1, 2)), Send("a", ORIGIN, (0,)), Send("b", ORIGIN, (2,))))
     monkeypatch.setattr(compile_items, "has_own_memory", lambda: on_gpu)
-    executable = Executable(plan, [Program(lambda written, read: ([], results))])
-    found = run_of(executable, Store(), Sending(), StepId(ORIGIN, 1), (), lambda _: None, lambda work: work())
-    found.start()
+    begin(plan, [Program(lambda written, read: ([], results))], channel=Sending())[0].start()
     assert events == ["copies a", "copies b"] * on_gpu + ["sends a", "sends b"]
 
 

@@ -27,7 +27,7 @@ from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.local_step import fetched, lower_programs
 from dflow.lowering.steps.lowered import make_plans
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import QueueClosed, StepCancelled
+from dflow.tracing.errors import QueueClosed
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import RefType
@@ -83,17 +83,10 @@ class Run:
         self.plan = part.plan
         programs = [program.compile() for program in lower_programs(part, self.store)]
         feeds = [jnp.int32(number) for number in inputs]
-        mailbox = Mailbox(Mail(), ALONE)
-        self.execution = run_of(
-            Executable(part.plan, programs),
-            self.store,
-            mailbox,
-            STEP,
-            feeds,
-            self.end,
-            pool.submit if pool else self.work.append,
-        )
-        self.execution.start()
+        submit = pool.submit if pool else self.work.append
+        run_of(
+            Executable(part.plan, programs), self.store, Mailbox(Mail(), ALONE), STEP, feeds, self.end, submit
+        ).start()
         self.go_on()
 
     def end(self, outcome: Outcome[Any]) -> None:
@@ -254,15 +247,6 @@ def test_an_error_in_one_turn_ends_all_that_wait_and_is_told_once() -> None:
     run.answer("a", 2)
     assert run.outcomes == [error]
     assert run.queues["out"].put == []
-
-
-def test_a_step_that_is_cancelled_ends_the_waits_of_all_turns() -> None:
-    run, error = Run(scan(TWO_QUEUES, 3), w=0), StepCancelled("stop")
-    run.answer("a", 1)
-    run.execution.cancel(error)
-    assert run.outcomes == [error]
-    assert run.queues["a"].cancelled[-1] is error
-    assert run.queues["b"].cancelled == [error]
 
 
 def test_many_turns_need_no_stack() -> None:

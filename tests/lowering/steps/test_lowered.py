@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import msgspec
 import pytest
 
 from dflow.lowering.passes.base import run_passes
@@ -14,7 +13,7 @@ from dflow.lowering.steps.plan import Call, Plan, Read, Recv, Send
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.syntax.text import parse
-from tests.lowering.meaning import PS_0, PS_1, TASKS, WORKER
+from tests.lowering.meaning import PS_0, TASKS, WORKER
 
 TRAIN = """
 graph(%w: ref<f32[3]> @/job:ps/task:0, %rate: ref<f32[3]> @/job:ps/task:0, %steps: ref<i32[]>, %x: f32[3]) {
@@ -65,22 +64,6 @@ def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
         Call(program=1, writes=(), reads=(), takes=(received, 0), gives=(product,), asynchronous=True),
         Send(edge="jax.mul.1", destination=PS_0, takes=(product,)),
     )
-
-
-def test_a_plan_travels_as_data() -> None:
-    for part in plans(TRAIN).values():
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(part.plan), type=Plan) == part.plan
-
-
-def test_a_caller_with_nothing_to_do_has_an_empty_plan() -> None:
-    lowered = plans("""
-graph(%w: ref<f32[]> @/job:ps/task:0, %v: ref<f32[]> @/job:ps/task:1) {
- !%w_1: f32[] = var.read(%w)
- !%1: token = var.assign(%v, %w_1)
-  return
-}""")
-    assert lowered[WORKER].plan == Plan(WORKER, 0, ())
-    assert set(lowered) == {WORKER, PS_0, PS_1}
 
 
 def test_an_item_comes_after_another_once() -> None:

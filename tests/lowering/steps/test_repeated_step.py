@@ -1,4 +1,4 @@
-"""A plan that several attempts at one step run changes state once, by both executors."""
+"""A plan that several attempts at one step run changes state once, by whatever its items."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps import repeated_step
-from dflow.lowering.steps.compile_plan import run_of
-from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.plan import Branch, Call, Plan, Recv, Scan, UseResource
-from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import StepCancelled
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
@@ -29,7 +25,7 @@ from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, QueueType
 from tests.lowering.flat_programs import flat_program
 from tests.lowering.meaning import PS_0, WORKER
-from tests.lowering.one_process import Mail, Mailbox
+from tests.lowering.one_process import Mail, Mailbox, begin
 
 F32 = ArrayType(np.dtype("float32"), ())
 STEP = StepOfRun("run", 7)
@@ -50,7 +46,6 @@ class Task:
     def __init__(self) -> None:
         self.store, self.mail = Store(), Mail()
         self.printed: list[float] = []
-        self.outcomes: list[Outcome[Fetches]] = []
         self.numbers = iter(range(100))
         for key in ("a", "b"):
             self.store.create(key, F32, lambda: jnp.zeros(()))
@@ -64,31 +59,23 @@ class Task:
             Call(1, (), (), (2,), (), touches_anything=True),
         )
         show = flat_program(lambda x: (self.printed.append(float(x)), ())[1])
-        plan = Plan(WORKER, 5, items, feeds=(0,), fetches=(1, 3, 4))
-        self.executable = Executable(plan, [adding(), show])
+        self.plan, self.programs = Plan(WORKER, 5, items, feeds=(0,), fetches=(1, 3, 4)), [adding(), show]
 
     def begin(self) -> Callable[[float], list[float]]:
         """Begin an attempt, which counts; return a function that sends the value and returns the fetches."""
         step = StepId(WORKER, next(self.numbers))
         attempt = self.store.applied.attempt(STEP)
-        run = run_of(
-            self.executable,
-            self.store,
-            Mailbox(self.mail, WORKER),
-            step,
-            [jnp.float32(1)],
-            self.outcomes.append,
-            lambda work: work(),
-            attempt=attempt,
+        channel, feeds = Mailbox(self.mail, WORKER), [jnp.float32(1)]
+        run, outcomes = begin(
+            self.plan, self.programs, feeds, store=self.store, channel=channel, step=step, attempt=attempt
         )
         run.start()
-        self.cancel = lambda: run.cancel(StepCancelled("the worker has left"))
+        self.outcomes, self.cancel = outcomes, lambda: run.cancel(StepCancelled("the worker has left"))
 
         def end(value: float) -> list[float]:
             Mailbox(self.mail, PS_0).send(step, "x", WORKER, [jnp.float32(value)])
-            (outcome,) = self.outcomes
+            (outcome,) = outcomes
             assert not isinstance(outcome, BaseException), outcome
-            self.outcomes.clear()
             attempt.ended()
             return [float(fetch) for fetch in outcome]
 
@@ -142,7 +129,6 @@ def test_a_change_that_failed_is_made_by_the_next_attempt(task: Task) -> None:
     queue, task.store.resources = task.store.resources, {}
     with pytest.raises(AssertionError, match="no resource 'q' is held here"):
         end(10)
-    task.outcomes.clear()
     task.store.resources = queue
     task.begin()(10)
     assert task.state() == (11, 10, 1, [10])
@@ -216,20 +202,10 @@ def test_an_op_with_results_is_done_once_and_gives_the_same_again(
 ) -> None:
     store, held = Store(), make()
     store.resources["held"] = held
-    executable = Executable(plan_of(op, count, where))
+    plan, feeds = plan_of(op, count, where), [jnp.int32(0), jnp.float32(1), jnp.int32(0)]
 
     def attempt(step: StepOfRun) -> list[Any]:
-        outcomes: list[Any] = []
-        run = run_of(
-            executable,
-            store,
-            Mailbox(Mail(), WORKER),
-            StepId(WORKER, 0),
-            [jnp.int32(0), jnp.float32(1), jnp.int32(0)],
-            outcomes.append,
-            lambda work: work(),
-            attempt=store.applied.attempt(step),
-        )
+        run, outcomes = begin(plan, feeds=feeds, store=store, attempt=store.applied.attempt(step))
         run.start()
         (outcome,) = outcomes
         assert not isinstance(outcome, BaseException), outcome

@@ -64,11 +64,6 @@ def test_it_is_said_where_something_is_waited_for(waits_of: Counted) -> None:
     assert waits_of(lambda: wait_until_computed((np.ones(3), slow))) == 0
 
 
-def test_it_is_nothing_to_other_threads(waits_of: Counted) -> None:
-    waits_of(lambda: None)
-    wait_until_computed((multiply(IDENTITY),))
-
-
 def test_a_variable_that_is_still_computed_is_waited_for(waits_of: Counted) -> None:
     store = Store()
     store.create("w", TYPE, lambda: IDENTITY)

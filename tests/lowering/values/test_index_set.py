@@ -33,7 +33,3 @@ def test_a_set_has_the_numbers_added_and_not_removed(operations: list[tuple[bool
         assert all(one.stop < other.start for one, other in pairwise(ranges))
         assert (len(found), bool(found)) == (len(expected), bool(expected))
         assert [number in found for number in range(-1, 75)] == [number in expected for number in range(-1, 75)]
-
-
-def test_it_may_begin_with_ranges() -> None:
-    assert list(IndexSet([range(4, 6), range(0), range(1, 4)]).ranges()) == [range(1, 6)]
