@@ -26,7 +26,7 @@ READS: dict[str, Callable[[Store], Iterable[Any]]] = {
     "by a step": lambda store: store.call(LOOK, [], ["a", "b"], []),
     "by another step": lambda store: reversed(store.call(LOOK, [], ["b", "a"], [])),
     "by views": lambda store: store.views(["a", "b"]),
-    "by a snapshot": lambda store: store.snapshot(["a", "b"]).values(),
+    "together": lambda store: store.read_together(["a", "b"]).values(),
 }
 
 
