@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks._paired import in_turn, options, publish
 from dflow.cli.certs import make_secret
-from dflow.distributed.transport.base import Listener, Peer, RefuseAll, Responder
+from dflow.distributed.transport.base import Handler, Listener, Peer, Responder
 from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.security.certificates import issue_certificate, make_authority
 from dflow.distributed.transport.security.identity import Identity
@@ -75,7 +75,7 @@ def listen(transport: SocketTransport) -> Listener:
 
 
 def dial(transport: SocketTransport, address: str) -> Peer:
-    return transport.connect(address, name="client", handler=RefuseAll(), who="server", timeout_s=WAIT_S)
+    return transport.connect(address, name="client", handler=Handler(), who="server", timeout_s=WAIT_S)
 
 
 def connected(connect: Callable[[], Peer]) -> None:
@@ -86,7 +86,7 @@ def ask(peer: Peer, payload: bytes) -> None:
     peer.call(Ok(), payload, timeout_s=WAIT_S)
 
 
-class Answers(RefuseAll):
+class Answers(Handler):
     """Answers every call with four bytes."""
 
     def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from benchmarks._paired import in_turn, median_ratio, options, publish, seconds_per_call
 from benchmarks._raw_sockets import receive
 from dflow.cli.certs import make_secret
-from dflow.distributed.transport.base import Peer, RefuseAll, Responder
+from dflow.distributed.transport.base import Handler, Peer, Responder
 from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
@@ -115,7 +115,7 @@ def transfer(peer: Peer, value: jax.Array) -> None:
 
 def reach(name: str, folder: str, address: str) -> Peer:
     transport = transport_of(name, folder)
-    return transport.connect(address, name="client", handler=RefuseAll(), who="server", timeout_s=WAIT_S)
+    return transport.connect(address, name="client", handler=Handler(), who="server", timeout_s=WAIT_S)
 
 
 def transport_of(name: str, folder: str) -> SocketTransport:
@@ -123,7 +123,7 @@ def transport_of(name: str, folder: str) -> SocketTransport:
     return SocketTransport(limits, SharedSecret(Path(folder, "secret")) if name == "tls" else None)
 
 
-class Takes(RefuseAll):
+class Takes(Handler):
     """Makes an array on the device from every value, and answers calls."""
 
     def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:

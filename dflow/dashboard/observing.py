@@ -10,7 +10,7 @@ from pathlib import Path
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.observe.tracer import Trace, Tracer
-from dflow.distributed.transport.base import Peer, RefuseAll, Transport
+from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.distributed.wire.messages.status import ClusterEvents, GetEvents, GetStatus, Status
@@ -47,7 +47,7 @@ class ClusterObserver:
         address, peer = self._peers.get(info.task, ("", None))
         if peer is None or peer.closed or address != info.address:
             who = short_task_name(info.task)
-            peer = self._transport.connect(info.address, name=TOOL, handler=RefuseAll(), who=who, timeout_s=timeout_s)
+            peer = self._transport.connect(info.address, name=TOOL, handler=Handler(), who=who, timeout_s=timeout_s)
             with self._lock:
                 other_address, other = self._peers.get(info.task, ("", None))
                 if other is None or other.closed or other_address != info.address:

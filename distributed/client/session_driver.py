@@ -34,7 +34,7 @@ from dflow.distributed.client.coordinator_session import (
     ShowRoster,
     Warn,
 )
-from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
+from dflow.distributed.transport.base import Handler, Peer, Reply, Transport
 from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.failures import error_of, failure_of
 from dflow.distributed.wire.large_message import unpack
@@ -265,15 +265,11 @@ class SessionDriver:
     def link_heard(self, link: int, message: Message, payload: memoryview) -> None:
         """Handle a notification that came over the connection `link`."""
         message = _unpacked(message, payload)
-        if not self._call_back(message):
-            self._handle(lambda at_s: self._session.heard(at_s, link, message))
-
-    def _call_back(self, notice: Message) -> bool:
-        """Call the functions for notices of this kind; return whether there are any."""
-        callbacks = self._on_notice.get(type(notice), [])
+        callbacks = self._on_notice.get(type(message), [])
         for callback in callbacks:
-            callback(notice)
-        return bool(callbacks)
+            callback(message)
+        if not callbacks:
+            self._handle(lambda at_s: self._session.heard(at_s, link, message))
 
     def _handle(self, event: Callable[[float], list[SessionCommand]]) -> None:
         """Call a method of the session with the present time, and carry out its commands."""
@@ -332,8 +328,12 @@ class SessionDriver:
                     peer.close(reason)
             case Settle(ask, message):
                 answer = self._answers.pop(ask, None)
-                if answer is not None and answer.set_running_or_notify_cancel():
-                    _settle(answer, message)
+                if answer is None or not answer.set_running_or_notify_cancel():
+                    return
+                if isinstance(message, Failure):
+                    answer.set_exception(error_of(message))
+                else:
+                    answer.set_result(message)
             case ShowRoster(roster):
                 self._show(roster)
             case Warn(text, gives_up):
@@ -378,8 +378,8 @@ class SessionDriver:
                 callback(roster)
 
 
-class _CoordinatorLink(RefuseAll):
-    """Handler of the messages of one connection."""
+class _CoordinatorLink(Handler):
+    """The handler of one connection of `owner`."""
 
     def __init__(self, owner: SessionDriver, link: int) -> None:
         self._owner = owner
@@ -392,14 +392,6 @@ class _CoordinatorLink(RefuseAll):
     def on_close(self, peer: Peer, reason: str) -> None:
         """Pass the end of the connection to the driver."""
         self._owner.link_ended(self._link, reason)
-
-
-def _settle(future: Future[Any], answer: Message) -> None:
-    """End the wait for an answer; a `Failure` ends it with the error."""
-    if isinstance(answer, Failure):
-        future.set_exception(error_of(answer))
-    else:
-        future.set_result(answer)
 
 
 def _unpacked(message: Message, payload: memoryview) -> Message:

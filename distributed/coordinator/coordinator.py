@@ -49,7 +49,7 @@ from dflow.distributed.coordinator.durable_records import SHELL, Change
 from dflow.distributed.coordinator.surviving_store import SurvivingStore
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.process.stop_signal import StopSignal
-from dflow.distributed.transport.base import Peer, Responder, Transport
+from dflow.distributed.transport.base import Handler, Peer, Responder, Transport
 from dflow.distributed.transport.link import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages.message import Message
@@ -69,7 +69,7 @@ FEW = 8
 _TIME = f"{SHELL}time"
 
 
-class Coordinator:
+class Coordinator(Handler):
     """A coordinator that listens until it is closed.
 
     `jobs`         number of expected tasks by job

@@ -56,7 +56,7 @@ from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.task.threads import OnDemandThreads
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
-from dflow.distributed.transport.base import Peer, Responder, Transport
+from dflow.distributed.transport.base import Handler, Peer, Responder, Transport
 from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.basic import Arrays, Introduce, Ok
@@ -123,7 +123,7 @@ Handlers: TypeAlias = dict[type[Message], Callable[[Any, Any], object]]
 MakePart: TypeAlias = "Callable[[TaskServer], TaskPart]"
 
 
-class TaskServer:
+class TaskServer(Handler):
     """The task `name`, which listens at `address` as soon as it is constructed.
 
     parts            make its parts; they are called in this order

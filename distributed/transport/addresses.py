@@ -85,21 +85,18 @@ def parse_endpoints(text: str) -> Endpoints:
 def parse_address(text: str) -> Address:
     """Parse one address; raises ValueError if `text` is malformed."""
     if text.startswith(_UNIX):
-        return _parse_path(text.removeprefix(_UNIX))
+        path = text.removeprefix(_UNIX)
+        size_bytes = len(os.fsencode(path))
+        if size_bytes > MAX_UNIX_PATH_BYTES:
+            raise ValueError(
+                f"the path of a Unix socket takes at most {MAX_UNIX_PATH_BYTES} bytes but {path!r} takes {size_bytes}; "
+                "use a shorter one"
+            )
+        if path and not os.path.isabs(path):
+            raise ValueError(f"the path of a Unix socket starts with '/' but this is {path!r}")
+        return UnixAddress(path)
     host, colon, port = text.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ValueError(f"address {text!r} is not of the form 'host:port', such as '127.0.0.1:4321', or 'unix:/path'")
     host = host.removeprefix("[").removesuffix("]")
     return TcpAddress(LOOPBACK if host == "localhost" else host, int(port))
-
-
-def _parse_path(path: str) -> UnixAddress:
-    size_bytes = len(os.fsencode(path))
-    if size_bytes > MAX_UNIX_PATH_BYTES:
-        raise ValueError(
-            f"the path of a Unix socket takes at most {MAX_UNIX_PATH_BYTES} bytes but {path!r} takes {size_bytes}; "
-            "use a shorter one"
-        )
-    if path and not os.path.isabs(path):
-        raise ValueError(f"the path of a Unix socket starts with '/' but this is {path!r}")
-    return UnixAddress(path)

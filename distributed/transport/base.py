@@ -45,34 +45,21 @@ class Reply(NamedTuple, Generic[Answer]):
 OnReply = Callable[[Outcome[Reply[Answer]]], None]
 
 
-class Handler(Protocol):
-    """Handles the messages of one side's connections; called on reader threads, and must not wait."""
+class Handler:
+    """Handles the messages of one side's connections; its methods are called on reader threads, and must not wait.
+
+    This one is of a side that only sends requests: it refuses requests and ignores all other messages.
+    """
 
     def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         """Handle a request, and answer by `responder` now or later; an exception answers with a `Failure`."""
-        ...
-
-    def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
-        """Handle a message that has no reply; an exception is logged."""
-        ...
-
-    def on_close(self, peer: Peer, reason: str) -> None:
-        """React to the end of a connection, by either side."""
-        ...
-
-
-class RefuseAll:
-    """The handler of a side that only sends requests: it refuses requests and ignores all other messages."""
-
-    def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        """Raise NotImplementedError, which is sent to the caller."""
         raise NotImplementedError(f"{type(message).__name__} is not answered here")
 
     def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
-        """Do nothing."""
+        """Handle a message that has no reply; an exception is logged."""
 
     def on_close(self, peer: Peer, reason: str) -> None:
-        """Do nothing."""
+        """React to the end of a connection, by either side."""
 
 
 class Peer:

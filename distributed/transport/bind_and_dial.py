@@ -48,7 +48,12 @@ def bind(address: Address) -> BoundSocket:
 def dial(address: Address, timeout_s: float) -> socket.socket:
     """Return a connected socket to `address`; raises OSError."""
     if isinstance(address, UnixAddress):
-        return _dial_unix(address, timeout_s)
+        with contextlib.ExitStack() as failed:
+            sock = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sock.settimeout(timeout_s)
+            sock.connect(address.path)
+            failed.pop_all()
+        return sock
     sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
     if sock.getsockname() == sock.getpeername():
         sock.close()
@@ -93,17 +98,6 @@ def _new_folder() -> str:
                 _remove_if_dead(str(left / _SOCKET))
                 left.rmdir()
     return tempfile.mkdtemp(prefix=_FOLDER)
-
-
-def _dial_unix(address: UnixAddress, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(address.path)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def _remove_if_dead(path: str) -> None:

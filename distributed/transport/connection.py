@@ -72,13 +72,14 @@ class Connection:
         self.is_broken = False
 
     def start(
-        self, on_frame: Callable[[Frame], None], on_end: Callable[[str], None], memory: SharedMemory | None = None
+        self, on_frame: Callable[[Frame], None], on_end: Callable[[str], None], memory: SharedMemory = (None, None)
     ) -> None:
         """Read from now on: call `on_frame` with each message, and `on_end` with the reason when the connection ends.
 
         raises  RuntimeError if no reader thread can be started
         """
-        self._on_frame, self._on_end, self._memory = on_frame, on_end, memory
+        self._on_frame, self._on_end = on_frame, on_end
+        self._pool, self._view = memory
         self._read_from(self._stream)
 
     def send(self, frame: Frame) -> None:
@@ -191,8 +192,8 @@ class Connection:
     def _copied(self, frame: Frame) -> Frame | None:
         """Return the frame with its payload copied, so that the original can be released; None to send it uncopied."""
         size_bytes = len(frame.payload)
-        if size_bytes >= SHARED_FROM_BYTES and self._memory is not None and self._memory.pool is not None:
-            location = self._memory.pool.put(frame.payload)
+        if size_bytes >= SHARED_FROM_BYTES and self._pool is not None:
+            location = self._pool.put(frame.payload)
             if location is not None:
                 return msgspec.structs.replace(frame, payload=location, on_released=None, is_shared=True)
         if size_bytes <= COPIED_BYTES and type(frame.payload) is not bytes:
@@ -253,7 +254,7 @@ class Connection:
         self._stream_ended(str(stalled(self._limits)), breaks=True)
 
     def _read_from(self, stream: Stream) -> None:
-        self._reader = FrameReader(stream, self._limits, self._memory and self._memory.view)
+        self._reader = FrameReader(stream, self._limits, self._view)
         self._reactor.add(stream.file, self._read_available, self._stalled)
 
     def _read(self) -> str:

@@ -21,7 +21,7 @@ from dflow.distributed.transport.link import LOGGER, Limits
 from dflow.distributed.transport.process_identity import process_identity
 from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.security.policy import SecurityPolicy
-from dflow.distributed.transport.shared_memory import SharedMemory, may_share
+from dflow.distributed.transport.shared_memory import SharedMemory, agree_on_memory, may_share
 from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.distributed.wire.messages.basic import Hello
 from dflow.tracing.errors import DflowError, SecurityError, WireError
@@ -93,8 +93,8 @@ class Dialler:
                 return connection.resume(stream, answer.received)
         return "closed by this side"
 
-    def _greet(self, hello: Hello, timeout_s: float) -> tuple[Stream, Hello, str, SharedMemory | None]:
-        """Dial; return the stream, the listener's `Hello`, the identity that it proved, and shared memory, if any."""
+    def _greet(self, hello: Hello, timeout_s: float) -> tuple[Stream, Hello, str, SharedMemory]:
+        """Dial; return the stream, the listener's `Hello`, the identity that it proved, and shared memory."""
         deadline = Deadline.after(min(timeout_s, self._limits.hello_timeout_s))
         sock = dial(self._address, min(timeout_s, _DIAL_S))
         try:
@@ -103,7 +103,7 @@ class Dialler:
             answer = hear_hello(secured, self._security, self._limits, deadline)
             check_version(answer)
             shares = hello.shares and answer.shares
-            memory = SharedMemory.agree(sock, self._limits.shared_bytes) if shares else None
+            memory = agree_on_memory(sock, self._limits.shared_bytes) if shares else (None, None)
             stream.set_timeout(self._limits.stall_timeout_s)
         except BaseException:
             sock.close()

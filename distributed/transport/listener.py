@@ -27,7 +27,7 @@ from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.security.admission import Admission
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.throttle import Throttle, on_one_line
-from dflow.distributed.transport.shared_memory import SharedMemory, may_share
+from dflow.distributed.transport.shared_memory import SharedMemory, agree_on_memory, may_share
 from dflow.distributed.transport.stream import Deadline, Stream, reason_of
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages.basic import PROTOCOL_VERSION, Hello
@@ -206,12 +206,12 @@ class SocketListener:
                 other.peer.close(f"another process has come as {hello.name}")
         return session
 
-    def _answer(self, arrival: _Accepted, secured: Secured, hello: Hello, deadline: Deadline) -> SharedMemory | None:
+    def _answer(self, arrival: _Accepted, secured: Secured, hello: Hello, deadline: Deadline) -> SharedMemory:
         """Answer the first `Hello` of a session, and agree on shared memory if both sides can."""
         shares = hello.shares and may_share(arrival.at, self._limits)
         answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
         say_hello(secured.stream, answer, deadline)
-        memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
+        memory = agree_on_memory(arrival.sock, self._limits.shared_bytes) if shares else (None, None)
         secured.stream.set_timeout(self._limits.stall_timeout_s)
         return memory
 

@@ -23,7 +23,6 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 
@@ -173,29 +172,22 @@ class SharedView:
         return lent.data
 
 
-class SharedMemory(NamedTuple):
-    """The shared memories of a connection: `pool` for sent payloads, `view` for received ones.
+#: The shared memories of a connection: for sent payloads, and for received ones. Each is None if the sending side
+#: could not make its memory, or if the sides share none; its payloads go over the socket.
+SharedMemory = tuple[SharedPool | None, SharedView | None]
 
-    Each is None if the sending side could not make its memory; its payloads go over the socket.
-    """
 
-    pool: SharedPool | None
-    view: SharedView | None
-
-    @classmethod
-    def agree(cls, sock: socket.socket, size_bytes: int) -> SharedMemory:
-        """Exchange memories with the other side, which calls this too; raises WireError, TransportClosed or OSError."""
-        try:
-            pool = SharedPool(size_bytes)
-        except OSError as error:  # a limit on the size of files holds for memory too
-            LOGGER.warning("no shared memory of %d bytes: %s; payloads go over the socket", size_bytes, error)
-            theirs = _swap_descriptors(sock, None)
-            return cls(None, None if theirs is None else SharedView(theirs))
-        try:
-            theirs = _swap_descriptors(sock, pool.descriptor)
-        finally:
-            os.close(pool.descriptor)  # the memory stays mapped here
-        return cls(pool, None if theirs is None else SharedView(theirs))
+def agree_on_memory(sock: socket.socket, size_bytes: int) -> SharedMemory:
+    """Exchange memories with the other side, which calls this too; raises WireError, TransportClosed or OSError."""
+    try:
+        pool = SharedPool(size_bytes)
+    except OSError as error:  # a limit on the size of files holds for memory too
+        LOGGER.warning("no shared memory of %d bytes: %s; payloads go over the socket", size_bytes, error)
+        return None, _swap(sock, None)
+    try:
+        return pool, _swap(sock, pool.descriptor)
+    finally:
+        os.close(pool.descriptor)  # the memory stays mapped here
 
 
 def may_share(address: Address, limits: Limits) -> bool:
@@ -203,8 +195,8 @@ def may_share(address: Address, limits: Limits) -> bool:
     return isinstance(address, UnixAddress) and limits.shared_bytes > 0
 
 
-def _swap_descriptors(sock: socket.socket, descriptor: int | None) -> int | None:
-    """Send `descriptor`, or that there is none; return the other side's, if it has one.
+def _swap(sock: socket.socket, descriptor: int | None) -> SharedView | None:
+    """Send the descriptor of a memory, or that there is none; return the other side's memory, if it has one.
 
     raises  TransportClosed, WireError, OSError
     """
@@ -216,7 +208,7 @@ def _swap_descriptors(sock: socket.socket, descriptor: int | None) -> int | None
     if mark == _NO_MEMORY and not descriptors:
         return None
     if mark == _MARK and len(descriptors) == 1:
-        return descriptors[0]
+        return SharedView(descriptors[0])
     for one in descriptors:
         os.close(one)
     if not mark:

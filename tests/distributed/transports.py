@@ -72,7 +72,7 @@ KINDS = {
 }
 
 
-class Recorder:
+class Recorder(Handler):
     """Keeps what arrives; answers requests by the given function, on the reader thread."""
 
     def __init__(self, answer: Callable[[Peer, Message, memoryview, Responder], None] | None = None) -> None:

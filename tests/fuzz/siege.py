@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflow.distributed.transport.addresses import TcpAddress, UnixAddress, parse_address
-from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.base import Handler
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Introduce
 from dflow.distributed.wire.messages.status import GetStatus, Status
@@ -118,7 +118,7 @@ class Victim:
         """Make a valid request; raises when the task does not answer it correctly."""
         assert self.process.poll() is None, f"the task ended with status {self.process.poll()}:\n{self.end()}"
         peer = SocketTransport().connect(
-            self.address, name=WORKERS[0], handler=RefuseAll(), who="the task", timeout_s=HANG_S
+            self.address, name=WORKERS[0], handler=Handler(), who="the task", timeout_s=HANG_S
         )
         try:
             if self._role == "coordinator":

@@ -10,7 +10,7 @@ from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import start_task
-from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.base import Handler
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.status import GetStatus
@@ -95,7 +95,7 @@ def test_a_task_whose_name_is_taken_listens_no_longer() -> None:
     first = start_task(network, PS0, coordinator.address, "memory:first")
     with pytest.raises(RemoteError, match="ps:0 is already live at memory:first"):
         start_task(network, PS0, coordinator.address, "memory:second")
-    network.listen("memory:second", name=PS0, handler=RefuseAll()).close()
+    network.listen("memory:second", name=PS0, handler=Handler()).close()
     first.close()
     coordinator.close()
 
@@ -103,7 +103,7 @@ def test_a_task_whose_name_is_taken_listens_no_longer() -> None:
 def test_a_task_whose_address_is_taken_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     network = MemoryNetwork()
     coordinator = make_coordinator(network, "", {"ps": 1})
-    taken = network.listen("memory:taken", name=PS0, handler=RefuseAll())
+    taken = network.listen("memory:taken", name=PS0, handler=Handler())
     closed: list[str] = []
     monkeypatch.setattr(CoordinatorClient, "close", lambda client, why: closed.append(why))
     with pytest.raises(OSError, match="memory:taken"):

@@ -20,7 +20,7 @@ from dflow.distributed.cluster.cluster import ClusterSettings
 from dflow.distributed.observe.flight_recorder import MOST_DUMPS, PAUSE_S, FlightRecorder, flight_text
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.run_folder import run_folder
-from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.base import Handler
 from dflow.distributed.wire.messages.observing import Dumped, DumpEvents
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Plan, Recv
@@ -259,7 +259,7 @@ def test_a_value_that_does_not_come_has_every_task_write_down_and_the_error_name
 
 def test_a_task_writes_down_when_it_is_asked_and_says_where(memory: MemoryCluster, run_dir: Path) -> None:
     server = memory.tasks["ps:1"].server
-    peer = memory.network.connect(server.address, name="status", handler=RefuseAll(), who="ps:1", timeout_s=DEADLINE_S)
+    peer = memory.network.connect(server.address, name="status", handler=Handler(), who="ps:1", timeout_s=DEADLINE_S)
     answer, _ = peer.call(DumpEvents("asked"), timeout_s=DEADLINE_S)
     assert answer == Dumped(str(run_dir / "ps-1.events-1.txt"))
     peer.close()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dflow.distributed.transport.base import Peer, RefuseAll
+from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import DeadlineExceeded
 from tests.distributed.processes import DEADLINE_S, Spawned
@@ -12,9 +12,9 @@ from tests.distributed.processes import DEADLINE_S, Spawned
 LISTEN = """
 import resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.base import Handler
 from dflow.distributed.transport.sockets import SocketTransport
-listener = SocketTransport().listen("127.0.0.1:0", name="ps", handler=RefuseAll())
+listener = SocketTransport().listen("127.0.0.1:0", name="ps", handler=Handler())
 print("listening", resource.getrlimit(resource.RLIMIT_NOFILE)[0], listener.address)
 threading.Event().wait()
 """
@@ -39,8 +39,8 @@ def test_a_process_that_may_open_few_files_takes_few_connections_and_says_so(tmp
             r"\(ulimit -n\) where it starts$"
         )
         for _ in range(32):
-            peers.append(transport.connect(address, name="worker", handler=RefuseAll(), who="ps", timeout_s=DEADLINE_S))
+            peers.append(transport.connect(address, name="worker", handler=Handler(), who="ps", timeout_s=DEADLINE_S))
         with pytest.raises(DeadlineExceeded, match=why):
-            transport.connect(address, name="worker", handler=RefuseAll(), who="ps", timeout_s=0.5)
+            transport.connect(address, name="worker", handler=Handler(), who="ps", timeout_s=0.5)
         for peer in peers:
             peer.close()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflow.distributed.transport.base import Handler, Listener, Peer, RefuseAll, Responder
+from dflow.distributed.transport.base import Handler, Listener, Peer, Responder
 from dflow.distributed.transport.link import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.wire.large_message import pack
 from dflow.distributed.wire.messages.basic import Failure, Introduce, Ok
@@ -111,7 +111,7 @@ FAILURES: dict[str, tuple[Handler, type[Exception], str]] = {
     "of another class": (answering(Failure("ValueError", "why")), errors.RemoteError, "server failed: ValueError: why"),
     "of no class": (answering(Failure("annotations", "why")), errors.RemoteError, "server failed: annotations: why"),
     "enormous": (failing(ValueError("x" * 5_000_000)), errors.RemoteError, r"xxx \.\.\. \(\d+ more characters\)"),
-    "not answered": (RefuseAll(), errors.RemoteError, "NotImplementedError: RegisterPlan is not answered here"),
+    "not answered": (Handler(), errors.RemoteError, "NotImplementedError: RegisterPlan is not answered here"),
     "waiting": (
         Recorder(lambda peer, *_: peer.call(Ok(), timeout_s=DEADLINE_S)),
         *(errors.InternalError, "a handler waits for client to answer Ok"),

@@ -121,18 +121,18 @@ def test_a_peer_that_cannot_be_reached_again_is_given_up() -> None:
 CLIENT = """
 import sys, threading
 from dflow.distributed.wire.messages.placement import Placed
-from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.base import Handler
 from dflow.distributed.transport.sockets import SocketTransport
-peer = SocketTransport().connect(sys.argv[1], name="child", handler=RefuseAll(), who="server", timeout_s=60)
+peer = SocketTransport().connect(sys.argv[1], name="child", handler=Handler(), who="server", timeout_s=60)
 peer.notify(Placed("here"))
 threading.Event().wait()
 """
 
 SERVER = """
 import threading
-from dflow.distributed.transport.base import RefuseAll
+from dflow.distributed.transport.base import Handler
 from dflow.distributed.transport.sockets import SocketTransport
-print(SocketTransport().listen("127.0.0.1:0", name="child", handler=RefuseAll()).address, flush=True)
+print(SocketTransport().listen("127.0.0.1:0", name="child", handler=Handler()).address, flush=True)
 threading.Event().wait()
 """
 

@@ -20,9 +20,9 @@ from dflow.distributed.transport.shared_memory import (
     GRAIN_BYTES,
     SHARED_FROM_BYTES,
     Blocks,
-    SharedMemory,
     SharedPool,
     SharedView,
+    agree_on_memory,
 )
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.codec import decode_array
@@ -103,13 +103,13 @@ def test_a_side_that_offers_no_memory_is_told() -> None:
     with one:
         other.send(b"M")
         with pytest.raises(WireError, match="no descriptor came"):
-            SharedMemory.agree(one, SIZE)
+            agree_on_memory(one, SIZE)
         other.close()
     one, other = socket.socketpair()
     with one:
         other.shutdown(socket.SHUT_WR)
         with pytest.raises(TransportClosed, match="before it offered shared memory"):
-            SharedMemory.agree(one, SIZE)
+            agree_on_memory(one, SIZE)
         other.close()
 
 
