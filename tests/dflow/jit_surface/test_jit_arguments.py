@@ -1,8 +1,8 @@
-"""Values that may be arguments or results, and the types of the results."""
+"""Values that may be arguments or results, arguments that are static, and arguments that are donated."""
 
 from __future__ import annotations
 
-from collections import namedtuple
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
-
-Pair = namedtuple("Pair", "left right")
 
 
 @jax.tree_util.register_pytree_node_class
@@ -80,6 +78,70 @@ def returned(value: Any) -> Program:
     return lambda jit: jit(lambda x: value)(1.0)
 
 
+class ReprRaises:
+    def __repr__(self) -> str:
+        raise ValueError("no repr of mine")
+
+
+def with_defaults(x: Any, n: int = 2, *, flag: bool = True) -> Any:
+    return [x] * n if flag else x
+
+
+def traces(jit: Any, fn: Any, calls: list[tuple[Any, ...]], **options: Any) -> Any:
+    count = [0]
+
+    def counted(*args: Any) -> Any:
+        count[0] += 1
+        return fn(*args)
+
+    f = jit(counted, **options)
+    return [(f(*args), count[0])[1] for args in calls]
+
+
+def tracers(jit: Any, *args: Any, options: dict[str, Any], **kwargs: Any) -> Any:
+    found = {}
+
+    def f(x: Any, y: Any) -> int:
+        found.update(x=isinstance(x, jax.core.Tracer), y=isinstance(y, jax.core.Tracer))
+        return 1
+
+    jit(f, **options)(*args, **kwargs)
+    return str(found)
+
+
+def by_name_self(jit: Any) -> Any:
+    class Model:
+        @functools.partial(jit, static_argnames=("self", "n"))
+        def scaled(self, x: Any, n: int) -> Any:
+            return [x] * n
+
+    return Model().scaled(2.0, n=2), Model().scaled(2.0, 3)
+
+
+def lost(jit: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Return the results and the deleted arguments of a first and a second call."""
+    f = jit(fn, **options)
+    seen = []
+    for _ in range(2):
+        given = jax.tree.map(lambda x: jnp.array(x, copy=True), (args, kwargs or {}))
+        results = f(*given[0], **given[1])
+        seen.append((results, [leaf.is_deleted() for leaf in jax.tree.leaves(given)]))
+    return seen
+
+
+def again(jit: Any) -> Any:
+    f = jit(lambda x: x + 1, donate_argnums=0)
+    x = jnp.ones(3)
+    f(x)
+    return f(x)
+
+
+def under_grad(jit: Any) -> Any:
+    f = jit(lambda x: (x**2).sum(), donate_argnums=0)
+    x = jnp.ones(3)
+    return jax.grad(f)(x), jax.grad(f)(x), x
+
+
 PROGRAMS: dict[str, Program] = {
     "Python numbers": lambda jit: echo(jit, True, 2, 3.0, 4j),
     "NumPy arrays of 64 bits": lambda jit: echo(jit, np.ones(3), np.arange(3), np.ones(2, np.complex128)),
@@ -112,14 +174,46 @@ PROGRAMS: dict[str, Program] = {
     "a class that checks its children": lambda jit: jit(lambda m, n: Matrix(m.data @ n["n"].data).data)(
         Matrix(jnp.ones((2, 3))), n={"n": Matrix(jnp.ones((3, 2)))}
     ),
+    "static: by a string as number": lambda jit: jit(lambda x, n: [x] * n, static_argnums="n")(2.0, 3),
+    "static: by negative number, passed by name": lambda jit: jit(lambda x, n: [x] * n, static_argnums=-1)(2.0, n=3),
+    "static: a number too large": lambda jit: jit(lambda x: x, static_argnums=1)(2.0),
+    "static: positional-only by name": lambda jit: jit(lambda x, n, /: [x] * n, static_argnames="n")(2.0, 3),
+    "static: a default, by name": lambda jit: jit(with_defaults, static_argnums=1, static_argnames="flag")(
+        2.0, flag=True
+    ),
+    "static: numbers and names that disagree: 2": lambda jit: tracers(
+        jit, 2, 3, options={"static_argnums": (), "static_argnames": "y"}
+    ),
+    "static: a NumPy array": lambda jit: jit(lambda x, n: x, static_argnums=1)(2.0, np.ones(2)),
+    "static: a repr that raises, by name": lambda jit: jit(lambda x, n: x, static_argnames="n")(2.0, n=ReprRaises()),
+    "static: equal values of several types": lambda jit: traces(
+        jit, lambda x, n: x, [(1.0, 1), (1.0, True), (1.0, 1.0), (1.0, 1)], static_argnums=1
+    ),
+    "static: zero and minus zero": lambda jit: traces(jit, lambda x, n: x, [(1.0, 0.0), (1.0, -0.0)], static_argnums=1),
+    "static: self by name": by_name_self,
+    "static: a tracer as static": lambda jit: jit(lambda y: jit(lambda x, n: x, static_argnums=1)(1.0, y))(2.0),
+    "donated: by number, passed by name": lambda jit: lost(
+        jit, lambda x, y: x + y, (), {"x": jnp.ones(3), "y": jnp.ones(3)}, donate_argnums=1
+    ),
+    "donated: beside static ones, by number": lambda jit: (
+        lambda f: [(f(2, x, 3), x.is_deleted()) for x in (jnp.ones(3), jnp.ones(3))]
+    )(jit(lambda n, x, m: x * (n + m), static_argnums=(0, 2), donate_argnums=1)),
+    "donated: unused": lambda jit: lost(jit, lambda x, y: y, (jnp.ones(3), jnp.ones(2)), donate_argnums=0),
+    "donated: one array given away twice": lambda jit: (lambda f, x: f(x, x))(
+        jit(lambda x, y: (x + 1, y + 2), donate_argnums=(0, 1)), jnp.zeros(3)
+    ),
+    "donated: given away again": again,
+    "donated: under grad": under_grad,
 }
 
-#: Functions with state return uncommitted arrays on the devices of their state.
+#: Functions with state return uncommitted arrays on the devices of their state. Under a transform that runs
+#: immediately, they donate nothing.
 WITHOUT_STATE = (
     "a backend",
     "a float too large",
     "results: a shape",
     "an array of a NamedSharding",
+    "donated: under grad",
 )
 
 test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dflow
 from dflow.tracing.derivatives.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.errors import GraphTypeError, LostWriteError, VariableError
 from dflow.tracing.state.resources import Variable
@@ -211,3 +213,22 @@ def test_directions_and_cotangents_that_do_not_fit_are_refused(w: Variable) -> N
         vjp(lambda x: w.read() * x, X)[1]((X, X))
     with pytest.raises(VariableError, match="jvp was given ArrayImpl among its variables"):
         jvp(lambda x: x, (X,), (X,), variables=[X], directions=[X])
+
+
+def test_a_variable_that_the_loss_never_reads_is_warned_of() -> None:
+    v = dflow.Variable(X, name="leaf")
+    unused, counted = dflow.Variable(1.0, name="unused"), dflow.Variable(0.0, name="counted")
+
+    def loss() -> Any:
+        counted.assign_add(1.0)
+        return (v**2).sum()
+
+    fact = r"2 variables .* reads, 'unused', 'counted': .*are zero"
+    for function in (dflow.value_and_grad, dflow.grad, lambda *args: dflow.jit(dflow.grad(*args))):
+        with pytest.warns(dflow.UnreadVariableWarning, match=fact) as caught:
+            function(loss, [v, unused, counted])()
+        assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dflow.grad(loss, [v])()
+        dflow.grad(lambda: v[jnp.array([0])].sum() + jax.lax.cond(True, unused.read, lambda: 0.0), [v, unused])()

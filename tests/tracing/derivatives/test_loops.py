@@ -1,7 +1,9 @@
-"""The while loop with a backward pass: forward as JAX's own loop, backward as the unrolled loop."""
+"""The while loop with a backward pass, beside JAX's own and the unrolled loop; state where control flow has no room."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.tracing.errors import GraphTypeError
+from dflow.tracing.errors import DflowError, GraphTypeError
 
 
 def body(carry: Any) -> Any:
@@ -65,3 +67,30 @@ def test_the_memory_grows_with_the_square_root_of_the_bound() -> None:
 def test_a_bound_that_is_none_is_refused(bound: Any) -> None:
     with pytest.raises(GraphTypeError, match=rf"given max_iters={bound}, not a positive integer\n  at .*test_loops.py"):
         dflow.while_loop(lambda x: x < 1, lambda x: x + 1, 0, max_iters=bound)
+
+
+@pytest.mark.parametrize("loop", [jax.lax.while_loop, partial(dflow.while_loop, max_iters=3)])
+def test_the_condition_of_a_while_loop_may_not_write(loop: Callable[..., Any]) -> None:
+    a = dflow.Variable(0.0, name="a")
+
+    def condition(carry: Any) -> Any:
+        a.assign_add(1.0)
+        return carry < 3
+
+    def fn(x: Any) -> Any:
+        return loop(condition, lambda carry: carry + 1, x)
+
+    fact = r"the condition of a while_loop writes variables \(a\)(.|\n)*in its body"
+    with pytest.raises(DflowError, match=fact) as caught:
+        dflow.jit(fn)(0)
+    assert f"test_loops.py:{fn.__code__.co_firstlineno + 1}\n" in str(caught.value)
+
+
+def test_a_variable_inside_a_function_that_cannot_hold_state_is_refused() -> None:
+    a = dflow.Variable(jnp.zeros(2), name="a")
+
+    def fn(x: Any) -> Any:
+        return jax.lax.custom_linear_solve(lambda y: y * a.read(), x, lambda f, y: f(y) + a.read(), symmetric=True)
+
+    with pytest.raises(DflowError, match=r"variables \(a\) are used inside .*, which cannot hold state yet"):
+        dflow.jit(fn)(jnp.ones(2))
