@@ -875,35 +875,6 @@ def equations_within(jaxpr: Jaxpr) -> Iterator[Equation]:
             yield from equations_within(inner)
 
 
-def without_equations(jaxpr: Any, is_dropped: Callable[[Equation], bool]) -> Any:
-    """A jaxpr, open or closed, without the equations of a kind that have no outputs, also in the jaxprs within it."""
-    inner, _ = closed_parts(jaxpr)
-    kept, lost = [], set[Any]()
-    for equation in inner.eqns:
-        if not equation.outvars and is_dropped(equation):
-            lost |= equation.effects
-            continue
-        params = {key: _params_without(value, is_dropped) for key, value in equation.params.items()}
-        if any(params[key] is not value for key, value in equation.params.items()):
-            effects = {effect for part, _ in inner_parts(params) for effect in part.effects}
-            gone = {effect for part, _ in inner_parts(equation.params) for effect in part.effects} - effects
-            lost |= gone
-            equation = equation.replace(params=params, effects=equation.effects - gone)
-        kept.append(equation)
-    if all(new is old for new, old in zip(kept, inner.eqns, strict=False)) and len(kept) == len(inner.eqns):
-        return jaxpr
-    lost -= {effect for equation in kept for effect in equation.effects}
-    found = inner.replace(eqns=kept, effects=inner.effects - lost)
-    return found if jaxpr is inner else jaxpr.replace(jaxpr=found)
-
-
-def _params_without(value: Any, is_dropped: Callable[[Equation], bool]) -> Any:
-    if isinstance(value, tuple) and any(map(is_jaxpr, value)):
-        parts = tuple(_params_without(part, is_dropped) for part in value)
-        return value if all(new is old for new, old in zip(parts, value, strict=True)) else parts
-    return without_equations(value, is_dropped) if is_jaxpr(value) else value
-
-
 def is_open(jaxpr: Any) -> bool:
     """Whether a jaxpr is one that has no room for constants; newer JAX has none of these."""
     return not hasattr(jaxpr, "consts")
