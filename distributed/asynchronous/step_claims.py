@@ -97,23 +97,6 @@ class StepClaims(CoordinatorPart):
         for run in self._runs.values():
             self._count(run)
 
-    @requests.handles(ClaimSteps)
-    def _claim(self, claim: ClaimSteps, received: Received) -> Sequence[Command]:
-        return self.claim(received.ask, claim)
-
-    @notices.handles(StepsDone)
-    def _note_done(self, report: StepsDone, received: Received) -> Sequence[Command]:
-        return self.note_done(report)
-
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Return the claimed steps of tasks that have left."""
-        return self.leave({one.task: one.reason for one in left})
-
-    def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Announce the end of runs whose last worker failed some time ago."""
-        self.tick(at_s)
-        return []
-
     def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """Hold back claims while the steps of all tasks are paused."""
         is_on = core.part(StepPauses).is_on
@@ -162,9 +145,10 @@ class StepClaims(CoordinatorPart):
         if run.is_training:
             self.progress.count(run.name, run.done, run.total_steps)
 
-    def leave(self, left: Mapping[str, str]) -> list[SendReply]:
-        """Remove workers that left together, with their reasons, so that none gets steps that another one returns."""
-        replies = [reply for run in self._runs.values() for one in left.items() for reply in run.leave(*one)]
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+        """Return the claimed steps of tasks that have left, so that none gets steps that another one returns."""
+        runs = self._runs.values()
+        replies = [reply for run in runs for one in left for reply in run.leave(one.task, one.reason)]
         replies += self._answer_waiting()
         for run in self._runs.values():
             self._announce_end(run)
@@ -186,8 +170,10 @@ class StepClaims(CoordinatorPart):
         """Whether the task has claimed steps that it has not reported."""
         return any(task in run.holding for run in self._runs.values())
 
-    def claim(self, ask: int, claim: ClaimSteps) -> list[SendReply]:
+    @requests.handles(ClaimSteps)
+    def claim(self, claim: ClaimSteps, received: Received) -> Sequence[Command]:
         """Handle the claim of a live worker, and answer every request that can be answered now."""
+        ask = received.ask
         run = self._runs.get(claim.run)
         if run is None:
             pool = IndexSet([range(max(claim.total_steps, 0))])
@@ -207,7 +193,8 @@ class StepClaims(CoordinatorPart):
         self._announce_end(run)
         return replies
 
-    def note_done(self, report: StepsDone) -> list[SendReply]:
+    @notices.handles(StepsDone)
+    def note_done(self, report: StepsDone, received: Received | None = None) -> Sequence[Command]:
         """Record steps of a claim as done, as a live worker reports it, and answer requests that waited for them."""
         run = self._runs.get(report.run)
         done = run.note_done(report) if run is not None else 0
@@ -217,13 +204,14 @@ class StepClaims(CoordinatorPart):
         self._count(run)
         return [] if self.is_held else run.answer_waiting()
 
-    def tick(self, at_s: float) -> None:
+    def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
         """Announce the end of runs whose last worker failed some time ago."""
         for name, run in self._runs.items():
             if not (run.is_abandoned and run.has_failed and self._announced.get(name) != run.done):
                 self._failed_s.pop(name, None)
             elif at_s - self._failed_s.setdefault(name, at_s) >= FAILURE_S:
                 self._announce_end(run, is_late=True)
+        return []
 
     def _announce_end(self, run: ClaimedRun, *, is_late: bool = False) -> None:
         if run.has_failed and not is_late:

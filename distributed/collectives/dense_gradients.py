@@ -53,12 +53,8 @@ class KeptGradients:
     update: Callable[[Sequence[Any]], Any] | None = None
 
 
-@dataclass(frozen=True)
-class DenseStep:
-    """What a step writes in this process: gradients, and the variables whose new values are averaged."""
-
-    gradients: Sequence[KeptGradients] = ()
-    statistics: Sequence[Variable] = ()
+#: What a step writes in this process: gradients, and the variables whose new values are averaged.
+DenseStep = tuple[Sequence[KeptGradients], Sequence[Variable]]
 
 
 class DenseGradients:
@@ -102,7 +98,7 @@ class DenseGradients:
             for one in (() if traced is None else traced.variables)
             if one.key in written and one in self.copies and jnp.issubdtype(one.dtype, jnp.inexact)
         ]
-        return DenseStep([self._prepared(optimizer, types) for optimizer, types in found], statistics)
+        return [self._prepared(optimizer, types) for optimizer, types in found], statistics
 
     def _prepared(self, optimizer: GivenOptimizer, types: Any) -> KeptGradients:
         key = leaves, tree = _key(_dense(types))
@@ -125,16 +121,17 @@ class DenseGradients:
 
     def apply_means(self, step: DenseStep) -> None:
         """Update the variables by the means of the gradients of all processes, which all call this after a step."""
-        written = [variable for kept in step.gradients for variable in kept.variables]
-        means = iter(self._means([one.home.read(one) for one in (*written, *step.statistics)]))
-        for kept in step.gradients:
+        gradients, statistics = step
+        written = [variable for kept in gradients for variable in kept.variables]
+        means = iter(self._means([one.home.read(one) for one in (*written, *statistics)]))
+        for kept in gradients:
             own = tuple(next(means) for _ in kept.variables)
             if kept.update is None:
                 optimizer = kept.optimizer()
                 assert optimizer is not None  # the step has it
                 kept.update = self._update(optimizer, kept.tree, own)
             kept.update(own)
-        for variable, mean in zip(step.statistics, means, strict=True):
+        for variable, mean in zip(statistics, means, strict=True):
             variable.home.update(variable, "assign", mean)
 
     def _update(self, optimizer: GivenOptimizer, tree: Any, means: tuple[Any, ...]) -> Callable[[Sequence[Any]], Any]:

@@ -70,7 +70,7 @@ class RoundPart:
         request = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
         self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(request)).task
         #: What `dense` keeps of each step of the run, when it was opened.
-        self.kept = DenseStep()
+        self.kept: DenseStep = (), ()
         #: The name of the host's accumulator, when the run was opened.
         self._accumulator = ""
         #: Number of returns to a snapshot before the newest round was opened.

@@ -1,4 +1,5 @@
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,13 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dflow.distributed.asynchronous.claimed_run import FIRST_CLAIM, LARGEST_CLAIM
 from dflow.distributed.asynchronous.step_claims import FAILURE_S, StepClaims
 from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.coordinator.coordinator_part import Received
 from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone, TrainingPlan
 from dflow.distributed.wire.messages.basic import Failure
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
+NONE: Any = None
 
 
 def done_in(claims: StepClaims) -> int:
@@ -30,11 +34,24 @@ def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) 
     return ask, ClaimSteps("run", task, total, 0, 0, done, **rest)  # type: ignore[arg-type]
 
 
+class Ledger(StepClaims):
+    """The claims, by the number of the request."""
+
+    def ask(self, ask: int, claim: ClaimSteps) -> list[Any]:
+        return [*self.claim(claim, Received(0.0, 0, ask, 0, NONE))]
+
+    def leave(self, task: str) -> list[Any]:
+        return [*self.on_leave([ReleaseTask(task, 0, "killed")], 0.0, NONE)]
+
+    def tick(self, at_s: float) -> None:
+        self.on_tick(at_s, NONE)
+
+
 class Numbered:
     """A ledger whose workers number their claims and receive every answer."""
 
     def __init__(self) -> None:
-        self.claims = StepClaims(DurableRecords())
+        self.claims = Ledger(DurableRecords())
         self.number = 0
         self.open: dict[int, tuple[str, int]] = {}
         self.seen: dict[str, int] = {}
@@ -43,12 +60,11 @@ class Numbered:
         self.number += 1
         self.open[ask] = claim.task, self.number
         numbered = msgspec.structs.replace(claim, number=self.number, last=self.seen.get(claim.task, 0))
-        return self.noted(self.claims.claim(ask, numbered))
+        return self.noted(self.claims.ask(ask, numbered))
 
-    def leave(self, left: dict[str, str]) -> list[SendReply]:
-        for task in left:
-            self.seen.pop(task, None)
-        return self.noted(self.claims.leave(left))
+    def leave(self, task: str) -> list[SendReply]:
+        self.seen.pop(task, None)
+        return self.noted(self.claims.leave(task))
 
     def noted(self, replies: list[SendReply]) -> list[SendReply]:
         for reply in replies:
@@ -69,21 +85,21 @@ def test_a_claim_ends_before_a_step_that_was_left_over() -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A))
     ledger.claim(*asked(2, B))  # the steps 16 to 25
-    ledger.leave({B: "killed"})
+    ledger.leave(B)
     assert ledger.claim(*asked(3, A, done=4)) == [SendReply(3, Claimed(4, 1))]
     assert ledger.claim(*asked(4, A, done=1)) == [SendReply(4, Claimed(5, 11))]
     assert ledger.claim(*asked(5, A, done=11)) == [SendReply(5, Claimed(16, 1))]
 
 
 def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_back() -> None:
-    ledger = StepClaims(DurableRecords())
-    ledger.claim(1, ClaimSteps("run", A, 100, 1))
+    ledger = Ledger(DurableRecords())
+    ledger.ask(1, ClaimSteps("run", A, 100, 1))
     first, second = ClaimSteps("run", B, 100, 1), ClaimSteps("run", B, 100, 2, 1, 10)
-    assert ledger.claim(2, first) == [SendReply(2, Claimed(16, 10))]
-    ledger.leave({A: "killed"})
-    assert ledger.claim(3, first) == [SendReply(3, Claimed(16, 10))]
+    assert ledger.ask(2, first) == [SendReply(2, Claimed(16, 10))]
+    ledger.leave(A)
+    assert ledger.ask(3, first) == [SendReply(3, Claimed(16, 10))]
     for ask in (4, 5):
-        assert ledger.claim(ask, second) == [SendReply(ask, Claimed(0, 1))]
+        assert ledger.ask(ask, second) == [SendReply(ask, Claimed(0, 1))]
     assert done_in(ledger) == ledger.workers()[1].steps == 10
 
 
@@ -108,9 +124,9 @@ def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
     ],
 )
 def test_a_claim_that_contradicts_what_is_known_is_refused(claim: ClaimSteps, text: str) -> None:
-    ledger = StepClaims(DurableRecords())
-    ledger.claim(1, ClaimSteps("run", A, 100, 5))
-    [reply] = ledger.claim(2, claim)
+    ledger = Ledger(DurableRecords())
+    ledger.ask(1, ClaimSteps("run", A, 100, 5))
+    [reply] = ledger.ask(2, claim)
     assert isinstance(reply.message, Failure)
     assert text in reply.message.text
     assert total_of(ledger) == 100
@@ -219,7 +235,7 @@ class RandomRun(RuleBasedStateMachine):
     def die(self, task: str) -> None:
         self.claims.pop(task, None)
         self.reported.pop(task, None)
-        self.take(self.ledger.leave({task: "killed"}))
+        self.take(self.ledger.leave(task))
         assert task not in self.asks.values(), "a dead worker's ask is answered too"
 
     @invariant()
@@ -257,23 +273,23 @@ def sums_of(replies: list[SendReply]) -> dict[str, float]:
 
 def test_the_sums_of_a_run_have_each_step_once() -> None:
     records = DurableRecords()
-    ledger, one = StepClaims(records), {"loss": 1.5, "examples": 1.0}
+    ledger, one = Ledger(records), {"loss": 1.5, "examples": 1.0}
 
     def claim(task: str, number: int, done: int = 0, last: int | None = None) -> list[SendReply]:
         last = number - 1 if last is None else last
         sums = {name: value * done for name, value in one.items()}
-        return ledger.claim(number, ClaimSteps("run", task, 4, number, last, done, sums=sums))
+        return ledger.ask(number, ClaimSteps("run", task, 4, number, last, done, sums=sums))
 
     assert sums_of(claim(A, 1)) == sums_of(claim(B, 1)) == {}
     assert sums_of(claim(A, 2, done=1)) == one
     assert sums_of(claim(A, 2, done=1)) == one  # sent again
     assert sums_of(claim(A, 3, done=1, last=1)) == one  # the answer to claim 2 was lost
     before = ledger.copy()
-    ledger.leave({B: "killed"})
+    ledger.leave(B)
     assert sums_of(claim(B, 1, done=1, last=0)) == one  # of a claim that was given to others
     claim(A, 4, done=1)
     rows = {key: row for key, row in records.changed.items() if row is not None}
-    ledger = StepClaims(DurableRecords(rows))  # started again
+    ledger = Ledger(DurableRecords(rows))  # started again
     assert claim(A, 5, done=1) == []  # waits for B
     for reply in claim(B, 2, done=1):
         assert sums_of([reply]) == {"loss": 6.0, "examples": 4.0}
@@ -283,26 +299,26 @@ def test_the_sums_of_a_run_have_each_step_once() -> None:
 
 @pytest.mark.parametrize("is_training", [False, True])
 def test_only_runs_of_training_are_in_the_status(is_training: bool) -> None:
-    ledger = StepClaims(DurableRecords())
+    ledger = Ledger(DurableRecords())
     before = ledger.copy()
-    ledger.claim(1, ClaimSteps("run", A, 1, 1, is_training=is_training))
-    ledger.claim(2, ClaimSteps("run", A, 1, 2, 1, done=1, metrics={"loss": 1.0}, is_training=is_training))
+    ledger.ask(1, ClaimSteps("run", A, 1, 1, is_training=is_training))
+    ledger.ask(2, ClaimSteps("run", A, 1, 2, 1, done=1, metrics={"loss": 1.0}, is_training=is_training))
     assert (done_in(ledger), total_of(ledger), done_in(ledger)) == (is_training,) * 3
     assert [worker.task for worker in ledger.workers()] == [A] * is_training
     ledger.return_to(before)
-    ledger.claim(3, ClaimSteps("run", A, 1, 3, 2, more=False, is_training=is_training))
+    ledger.ask(3, ClaimSteps("run", A, 1, 3, 2, more=False, is_training=is_training))
     assert len(ledger.progress.take_news()) == 2 * is_training  # of the return, and of the end of its only worker
 
 
 def test_the_end_of_a_run_whose_last_worker_failed_is_announced_after_its_error() -> None:
-    ledger = StepClaims(DurableRecords())
-    ledger.claim(1, ClaimSteps("run", A, 20, 1))
+    ledger = Ledger(DurableRecords())
+    ledger.ask(1, ClaimSteps("run", A, 20, 1))
     ledger.note_done(StepsDone("run", A, 0, 2, has_failed=True))
-    ledger.claim(2, ClaimSteps("run", A, 20, 2, 1, done=2, more=False, has_failed=True))
+    ledger.ask(2, ClaimSteps("run", A, 20, 2, 1, done=2, more=False, has_failed=True))
     ledger.tick(1.0)
-    ledger.claim(3, ClaimSteps("run", A, 20, 3))  # it has come back
+    ledger.ask(3, ClaimSteps("run", A, 20, 3))  # it has come back
     ledger.tick(9.0)
-    ledger.leave({A: "killed"})
+    ledger.leave(A)
     for at_s, count in ((10.0, 0), (10.0 + FAILURE_S, 1), (20.0, 0)):
         ledger.tick(at_s)
         assert len(ledger.progress.take_news()) == count
@@ -311,13 +327,13 @@ def test_the_end_of_a_run_whose_last_worker_failed_is_announced_after_its_error(
 @pytest.mark.parametrize(("total", "is_over", "says"), [(4, False, True), (8, False, False), (8, True, True)])
 def test_a_trainer_repeats_its_parts_until_it_has_ended(total: int, is_over: bool, says: bool) -> None:
     plans = RunProgress(DurableRecords())
-    ledger = StepClaims(DurableRecords(), plans)
+    ledger = Ledger(DurableRecords(), plans)
     before = ledger.copy()
     plans.note_plan(TrainingPlan("run", A, 0, total, is_over))
     for part in ("run 0-2", "run 2-4"):
-        ledger.claim(1, ClaimSteps(part, A, 2, 1))
-        ledger.claim(2, ClaimSteps(part, A, 2, 2, 1, done=1))
-        ledger.claim(3, ClaimSteps(part, A, 2, 3, 2, done=1))
+        ledger.ask(1, ClaimSteps(part, A, 2, 1))
+        ledger.ask(2, ClaimSteps(part, A, 2, 2, 1, done=1))
+        ledger.ask(3, ClaimSteps(part, A, 2, 3, 2, done=1))
     assert not ledger.progress.take_news()
     ledger.return_to(before)
     line = f"run 'run' was complete, and has 0 of {total} steps done now: run it again"
@@ -325,10 +341,10 @@ def test_a_trainer_repeats_its_parts_until_it_has_ended(total: int, is_over: boo
 
 
 def test_a_run_whose_worker_waits_for_steps_goes_on_by_itself() -> None:
-    ledger = StepClaims(DurableRecords())
+    ledger = Ledger(DurableRecords())
     before = ledger.copy()
-    ledger.claim(1, ClaimSteps("run", A, 1, 1))
+    ledger.ask(1, ClaimSteps("run", A, 1, 1))
     ledger.hold(True)
-    ledger.claim(2, ClaimSteps("run", A, 1, 2, 1, done=1))
+    ledger.ask(2, ClaimSteps("run", A, 1, 2, 1, done=1))
     ledger.return_to(before)
     assert not ledger.progress.take_news()

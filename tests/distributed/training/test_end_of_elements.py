@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import dflow
 from dflow.distributed import Async, Sync
 from dflow.distributed.cluster.cluster import Cluster
 from tests.distributed.cluster.tasks_with_snapshots import Tasks
+from tests.distributed.training.sync_programs import together
 
 pytestmark = pytest.mark.once
 
@@ -75,11 +75,6 @@ def shared_queue(tasks: Tasks, count: int) -> list[Any]:
     return queues
 
 
-def both(tasks: Tasks, work: Callable[[Cluster], Any]) -> list[Any]:
-    with ThreadPoolExecutor(2) as pool:
-        return [one.result(60) for one in [pool.submit(work, cluster) for cluster in tasks.workers]]
-
-
 def seen_by(tasks: Tasks) -> Any:
     seen, _ = variables(tasks.worker)
     return np.asarray(seen.read())
@@ -94,9 +89,9 @@ def test_the_last_elements_of_a_shared_queue(tasks: Tasks, strategy: Any, count:
         if number == 2:
             tasks.start_again(1)
 
-    both(
-        tasks,
-        lambda cluster: train(cluster, strategy, queues[cluster.index], before if kills and not cluster.index else int),
-    )
+    def work(index: int, cluster: Cluster) -> int:
+        return train(cluster, strategy, queues[index], before if kills and index == 0 else int)
+
+    together(tasks.workers, work)
     assert tasks.worker.steps.epoch == kills
     np.testing.assert_array_equal(seen_by(tasks), np.arange(STEPS) < count)

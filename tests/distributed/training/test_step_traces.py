@@ -50,9 +50,7 @@ def traces(cluster: Cluster, strategy: str, backup_workers: int | None) -> list[
     return [[(one.is_look, one.changes) for one in function.trace_log()] for function in (step, inner)]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "backup_workers"), [("Async", None), ("Sync", None), ("Sync", 1), ("Trainer", None)]
-)
+@pytest.mark.parametrize(("strategy", "backup_workers"), [("Async", None), ("Sync", 1), ("Trainer", None)])
 def test_a_step_has_one_trace_that_runs(strategy: str, backup_workers: int | None) -> None:
     expected = [RUN] if strategy == "Async" else [LOOK, RUN]
     with (

@@ -48,9 +48,8 @@ def batches() -> list[tuple[Any, Any]]:
     [
         optax.polyak_sgd,
         lambda: optax.chain(optax.sgd(0.5), contrib.reduce_on_plateau(0.5, patience=1, rtol=0.2)),
-        lambda: contrib.momo(learning_rate=1.0),
     ],
-    ids=["polyak_sgd", "reduce_on_plateau", "momo"],
+    ids=["polyak_sgd", "reduce_on_plateau"],
 )
 def test_a_value_is_the_mean_over_the_workers(workers: list[Cluster], transformation: Callable[[], Any]) -> None:
     def work(index: int, cluster: Cluster) -> Any:
