@@ -21,11 +21,8 @@ from dflow.tracing.jax_frontend import is_resource
 _NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
 
 
-class _Here(threading.local):
-    is_eager = False
-
-
-_here = _Here()
+#: Has `is_eager` in a thread that has used `eager`.
+_here = threading.local()
 
 
 @contextmanager
@@ -35,7 +32,7 @@ def eager() -> Iterator[None]:
     Values, final state and errors are those of the compiled run, up to rounding; it is much slower. Gradients are
     still computed by tracing: inside a function that is differentiated, values are abstract.
     """
-    was, _here.is_eager = _here.is_eager, True
+    was, _here.is_eager = getattr(_here, "is_eager", False), True
     try:
         with jax.disable_jit():
             yield
@@ -45,7 +42,7 @@ def eager() -> Iterator[None]:
 
 def call_eagerly(fn: Callable[..., Any], static: StaticArguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `fn` on real values. Under `jax.disable_jit` alone these are not made arrays, as with JAX's own jit."""
-    return call_on_arrays(fn, static, args, kwargs) if _here.is_eager else fn(*args, **kwargs)
+    return call_on_arrays(fn, static, args, kwargs) if getattr(_here, "is_eager", False) else fn(*args, **kwargs)
 
 
 def call_on_arrays(fn: Callable[..., Any], static: StaticArguments, args: Any, kwargs: Any) -> Any:

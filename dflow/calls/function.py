@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -138,8 +138,13 @@ class Function(Generic[P, R]):
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Like `jax.jit`'s `trace`."""
         given, named = self._with_handles(args, kwargs)
-        with watched_for_leaks(), self._refusing_integers(args, kwargs):
-            stage = self._planner.trace(given, named)
+        try:
+            with watched_for_leaks():
+                stage = self._planner.trace(given, named)
+        except OverflowError:
+            if (refused := self._refused_integer(args, kwargs)) is not None:
+                raise refused from None
+            raise
         if not touches_state(closed_parts(stage.jaxpr)[0].effects):
             return stage
         return TracedFunction(stage, functools.partial(self._planner.lowered, stage, given, named))
@@ -147,9 +152,7 @@ class Function(Generic[P, R]):
     @hides_frames
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Like `jax.jit`'s `eval_shape`: return the types of the result without running anything."""
-        given, named = self._with_handles(args, kwargs)
-        with watched_for_leaks(), self._refusing_integers(args, kwargs):
-            return self._planner.trace(given, named).out_info
+        return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
         """Drop every trace and every compiled program."""
@@ -219,18 +222,13 @@ class Function(Generic[P, R]):
         """Return the error about the argument, an integer of Python, that made JAX raise OverflowError."""
         return refusal_of_integers(*self._leaves_and_names(args, kwargs))
 
-    @contextmanager
-    def _refusing_integers(self, args: Any, kwargs: Any) -> Iterator[None]:
-        try:
-            yield
-        except OverflowError:
-            if (refused := self._refused_integer(args, kwargs)) is not None:
-                raise refused from None
-            raise
-
     def _leaves_and_names(self, args: Any, kwargs: Any) -> tuple[list[Any], Callable[[], list[str]]]:
         """Return the leaves of the arguments that are not static, and a function that returns their names."""
-        names = functools.partial(_titles, self.fn, args, kwargs, self._static.test_of(args))
+
+        def names() -> list[str]:
+            found = argument_names(self.fn, args, kwargs, self._static.test_of(args))
+            return [f"argument {name!r}" for name in found]
+
         return self._static.leaves(args, kwargs), names
 
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
@@ -304,10 +302,6 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     if fn is None:
         return lambda function: jit(function, **options)
     return Function(fn, options)
-
-
-def _titles(fn: Any, args: Any, kwargs: Any, is_static: Callable[[int | str], bool]) -> list[str]:
-    return [f"argument {name!r}" for name in argument_names(fn, args, kwargs, is_static)]
 
 
 def _forget_method(function: weakref.ref[Function[..., Any]], number: int, _: Any) -> None:

@@ -67,12 +67,6 @@ _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
 _dumps = itertools.count()
 
 
-class _FirstTrace(threading.local):
-    """Per thread: the trace that the wrapper's next trace replays, if any."""
-
-    stage: Any = None
-
-
 class Planner:
     """Traces one function, and decides how its calls run.
 
@@ -85,7 +79,8 @@ class Planner:
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], raw: Any, shared: SharedTraces) -> None:
         self.fn, self.options, self.shared = fn, options, shared
         self._raw = self._jitted = raw
-        self._first = _FirstTrace()
+        #: Per thread, as `stage`: the trace that the wrapper's next trace replays, if any.
+        self._first = threading.local()
 
     @property
     def jitted(self) -> Any:
@@ -139,7 +134,7 @@ class Planner:
 
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            stage, first.stage = first.stage, None
+            stage, first.stage = getattr(first, "stage", None), None
             if stage is None:
                 return handles(fn(*args, **kwargs))
             leaves = static.leaves(*handles((args, kwargs)))
@@ -203,7 +198,8 @@ class Planner:
         leaves = jax.tree_util.tree_leaves((args, kwargs))
         traced = traced_from(stage, names, self.options.get("compiler_options"), leaves)
         _, _, static = self.shared.static.split(args, kwargs)
-        return replace(traced, static=_described_static(static)) if static else traced
+        # This text is the same in every process.
+        return replace(traced, static="".join(f" {key}={normal(value)}" for key, value, _ in static))
 
     def _first_call(self, args: Any, kwargs: Any, leaves: list[Any]) -> CallPlan | None:
         """Trace for arguments of new types, and decide how their calls run: the plan, or None if JAX runs them."""
@@ -254,11 +250,6 @@ class Planner:
         if program_watch() is None:
             return plan(run, lower, single)
         return plan(watched(_watched_program(traced, writes, lower if single is not None else None), run), lower)
-
-
-def _described_static(static: Any) -> str:
-    """Return a text for static arguments that is the same in every process."""
-    return "".join(f" {key}={normal(value)}" for key, value, _ in static)
 
 
 def _watched_program(

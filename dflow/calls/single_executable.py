@@ -48,12 +48,6 @@ _OURS = 3
 _OUR_ARGUMENT = re.compile(r"argument _dflow_(\d)\[(\d+)\] of \S+")
 
 
-class _Entered(threading.local):
-    """The step that this thread has JAX trace and compile, if any."""
-
-    step: LocalStep | None = None
-
-
 class SingleExecutable:
     """Runs the steps over one set of variables and constants: one program for each set of argument types.
 
@@ -74,14 +68,16 @@ class SingleExecutable:
         #: Whether an argument was once on another device, so that calls now check each argument.
         self._looks = False
         self._static = static = static_arguments(function)
-        self._entered = entered = _Entered()
+        #: Per thread, as `step`: the step that the thread has JAX trace and compile, if any.
+        self._entered = entered = threading.local()
         #: The steps that were compiled, by what their traces depend on.
         self._known = known = WeakValueDictionary[Hashable, LocalStep]()
         #: Serializes compilation: two threads would otherwise compile the same program twice.
         self._one_compiles = threading.RLock()
 
         def traced(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if (step := entered.step) is None:
+            step: LocalStep | None = getattr(entered, "step", None)
+            if step is None:
                 raise InternalError(f"JAX traces {name} where no step of it is compiled")
             leaves = static.leaves(*handles((args, kwargs)))
             after, results = step.values(written, read, constants, leaves)
@@ -96,9 +92,10 @@ class SingleExecutable:
         jitted = self.jitted
 
         def on_miss(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if (step := entered.step) is None and (step := known.get(static.key_of(args, kwargs)[0])) is None:
+            before = getattr(entered, "step", None)
+            if (step := before) is None and (step := known.get(static.key_of(args, kwargs)[0])) is None:
                 return missed((written, MISSED))
-            before, entered.step = entered.step, step
+            entered.step = step
             try:
                 return compiled_by_jax(jitted, (written, read, constants, *args), kwargs)
             finally:
@@ -186,7 +183,7 @@ class SingleExecutable:
 
     @contextmanager
     def _compiling(self, step: LocalStep) -> Iterator[None]:
-        before, self._entered.step = self._entered.step, step
+        before, self._entered.step = getattr(self._entered, "step", None), step
         try:
             yield
         except ValueError as error:

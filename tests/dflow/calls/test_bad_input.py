@@ -59,11 +59,6 @@ def unbounded(x: Any) -> Any:
     return jax.lax.while_loop(lambda y: y < 3.0, lambda y: y * 2.0 + 1.0, x)
 
 
-def closed(made: Made) -> None:
-    made.queue.close()
-    made.queue.enqueue(1.0)
-
-
 class Mistake(NamedTuple):
     """A call, the class of its error, and the remedy in the message."""
 
@@ -77,11 +72,6 @@ CASES: dict[str, Mistake] = {
     "variable 'w' holds f32[3] but assign was given a str, which is no array": Mistake(
         lambda made: made.w.assign("zeros"), dflow.VariableShapeError, "give it an array or a number"
     ),
-    "variable 'w' holds f32[3] but assign_add was given a NoneType, which is no array": Mistake(
-        lambda made: dflow.jit(lambda: made.w.assign_add(None))(),
-        dflow.VariableShapeError,
-        "give it an array or a number",
-    ),
     "variable 'd' cannot begin with a dict, which is no array": Mistake(
         lambda made: dflow.Variable({"a": jnp.zeros(3)}, name="d"), dflow.VariableError, "dflow.variables(tree)"
     ),
@@ -89,11 +79,6 @@ CASES: dict[str, Mistake] = {
         lambda made: dflow.Variable("w"),
         dflow.VariableError,
         "give it an array, a number, or a function without arguments that returns one",
-    ),
-    "variable 'of a function' cannot begin with a dict, which is no array": Mistake(
-        lambda made: dflow.Variable(lambda: {"a": jnp.zeros(3)}, name="of a function"),
-        dflow.VariableError,
-        "dflow.variables(tree)",
     ),
     "the initialiser of variable 'd' is called without arguments, but needs key, shape": Mistake(
         lambda made: dflow.Variable(jax.nn.initializers.normal(), name="d"),
@@ -205,19 +190,6 @@ CASES: dict[str, Mistake] = {
     "Encountered an unexpected tracer": Mistake(
         leak, jax.errors.UnexpectedTracerError, "return the value from the function that made it"
     ),
-    "queue 'queue' is closed and cannot take 1 element": Mistake(
-        closed, dflow.QueueClosed, "close it after the last enqueue, or make a new queue"
-    ),
-    "queue 'queue' could not give 1 element within 0.01 s": Mistake(
-        lambda made: dflow.jit(lambda: made.queue.dequeue(timeout_s=0.01))(),
-        dflow.DeadlineExceeded,
-        "does every thread that enqueues still run? timeout_s says how long to wait",
-    ),
-    "queue 'queue' could not take 3 elements within 0 s": Mistake(
-        lambda made: made.queue.enqueue_many(jnp.zeros(3), timeout_s=0),
-        dflow.DeadlineExceeded,
-        "does every thread that dequeues still run? timeout_s says how long to wait",
-    ),
     "queue 'queue' was given timeout_s=nan": Mistake(
         lambda made: made.queue.dequeue(timeout_s=float("nan")),
         ValueError,
@@ -270,26 +242,15 @@ CASES: dict[str, Mistake] = {
         ValueError,
         "dflow.while_loop(cond, body, init, max_iters=...)",
     ),
-    "differentiation does not work for lax.while_loop": Mistake(
-        lambda made: dflow.jit(jax.grad(unbounded))(1.0),
-        ValueError,
-        "dflow.while_loop(cond, body, init, max_iters=...)",
-    ),
-    "3 is not a container's name": (lambda made: dflow.container(3).__enter__(), ValueError, "use letters"),
 }
 
 #: A call with a misspelt option, the word, and the option.
 MISSPELT: tuple[tuple[Callable[[Made], Any], str, str], ...] = (
     (lambda made: dflow.grad(made.loss, vars=[made.w]), "vars", "variables"),
-    (lambda made: dflow.distributed.Sync(dflow.connect(), backup_worker=1), "backup_worker", "backup_workers"),
     (lambda made: dflow.Vocabulary(admit=2), "admit", "admit_after"),
-    (lambda made: dflow.FIFOQueue(2, jnp.ones(3), nam="q"), "nam", "name"),
     (lambda made: dflow.connect(collective=True), "collective", "collectives"),
     (lambda made: dflow.save("nowhere", made.w, overwite=True), "overwite", "overwrite"),
-    (lambda made: dflow.restore("nowhere", made.w, strct=False), "strct", "strict"),
     (lambda made: dflow.data.batches([1, 2], 1, suffle=2), "suffle", "shuffle"),
-    (lambda made: dflow.data.feed([1, 2], made.queue, thread=2), "thread", "threads"),
-    (lambda made: dflow.Variable(0.0, trainabel=False), "trainabel", "trainable"),
     (lambda made: dflow.Optimizer(optax.sgd(0.1), [made.w], nme="sgd"), "nme", "name"),
 )
 

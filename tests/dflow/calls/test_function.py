@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,30 +13,6 @@ import numpy as np
 import pytest
 
 import dflow
-
-HERE = Path(__file__).name
-
-
-class Traces:
-    """Counts how often the function it wraps is traced."""
-
-    def __init__(self, fn: Any) -> None:
-        self.count = 0
-        self._fn = fn
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        return self._fn(*args, **kwargs)
-
-
-def test_closed_over_arrays_and_variables_are_not_traced_per_value() -> None:
-    weights, rows = dflow.Variable(jnp.ones(3)), jnp.arange(3.0)
-    traces = Traces(lambda x: (weights.read() * rows).sum() + x)
-    f = dflow.jit(traces)
-    assert float(f(1.0)) == 4.0
-    weights.assign(2 * jnp.ones(3))
-    assert float(f(1.0)) == 7.0
-    assert traces.count == 1
 
 
 def test_variables_are_arguments_even_twice_and_results() -> None:
@@ -55,37 +30,6 @@ def test_variables_are_arguments_even_twice_and_results() -> None:
     assert tree["v"] is v
     np.testing.assert_array_equal(seen, [1, 1])
     np.testing.assert_array_equal(v, [10, 10])
-
-
-def test_another_variable_is_another_trace() -> None:
-    first, second = dflow.Variable(1.0), dflow.Variable(2.0)
-    traces = Traces(lambda v: v.assign_add(1.0))
-    f = dflow.jit(traces)
-    for variable in (first, second, first):
-        f(variable)
-    assert (float(first), float(second)) == (3.0, 3.0)
-    assert traces.count == 2
-
-
-def test_prng_keys_and_bfloat16_are_held() -> None:
-    key = dflow.Variable(jax.random.key(7), name="key")
-    half = dflow.Variable(jnp.ones(2, jnp.bfloat16), name="half")
-
-    @dflow.jit
-    def draw() -> Any:
-        following, now = jax.random.split(key.read())
-        key.assign(following)
-        half.assign_add(jnp.ones(2, jnp.bfloat16))
-        return jax.random.normal(now, (2,))
-
-    expected_key, expected = jax.random.key(7), []
-    for _ in range(3):
-        expected_key, now = jax.random.split(expected_key)
-        expected.append(jax.random.normal(now, (2,)))
-    np.testing.assert_allclose([draw() for _ in range(3)], expected, rtol=1e-6)
-    assert bool((jax.random.key_data(key.read()) == jax.random.key_data(expected_key)).all())
-    assert half.read().dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(half.read(), np.float32), [4, 4])
 
 
 def test_a_failed_call_changes_no_variable_and_may_be_tried_again() -> None:
@@ -154,17 +98,6 @@ def test_a_variable_that_was_an_argument_is_freed_with_its_last_user(keep: Calla
     gc.collect()
     assert gone() is None
     assert f._plans.is_empty
-
-
-def test_a_variable_closed_over_lives_as_long_as_the_function() -> None:
-    def made() -> Any:
-        v = dflow.Variable(1.0, name="kept")
-        return dflow.jit(lambda x: v + x)
-
-    f = made()
-    f(1.0)
-    gc.collect()
-    assert float(f(2.0)) == 3.0
 
 
 def test_a_signature_says_what_is_static() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from threading import Barrier
 from typing import Any
 
@@ -117,10 +116,3 @@ def test_a_step_that_fails_takes_nothing_from_those_that_run_beside_it() -> None
     one, other, steps = model.evaluate()
     assert one.tolist() == other.tolist() == [4 * THREADS // 2] * 16
     assert steps == 4 * THREADS // 2
-
-
-def test_threads_that_call_a_function_first_at_once_trace_it_and_lose_nothing() -> None:
-    for _ in range(3):
-        model = Model()
-        all_at_once(*[partial(model.train, 1)] * THREADS)
-        assert model.evaluate()[2] == THREADS

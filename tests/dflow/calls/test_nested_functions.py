@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,28 +13,6 @@ import numpy as np
 import pytest
 
 import dflow
-
-HERE = Path(__file__).name
-
-
-def test_nested_functions_share_state_in_program_order() -> None:
-    v = dflow.Variable(1.0)
-
-    @dflow.jit
-    def inner(x: Any) -> Any:
-        v.assign_add(x)
-        return v.read()
-
-    @dflow.jit
-    def outer(x: Any) -> Any:
-        before = v.read()
-        first = inner(x)
-        v.assign(v.read() * 10)
-        return before, first, inner(x)
-
-    assert [float(x) for x in outer(1.0)] == [1.0, 2.0, 21.0]
-    assert float(inner(1.0)) == 22.0
-    assert [float(x) for x in outer(1.0)] == [22.0, 23.0, 231.0]
 
 
 def test_a_plain_jit_inside_keeps_its_state() -> None:
@@ -53,21 +30,6 @@ def test_a_plain_jit_inside_keeps_its_state() -> None:
     first, second = step(jnp.ones(2))
     np.testing.assert_array_equal([first, second], [[2, 2], [3, 3]])
     np.testing.assert_array_equal(v, [2, 2])
-
-
-@pytest.mark.device
-def test_transforms_inside_read_variables() -> None:
-    v = dflow.Variable(jnp.arange(3.0))
-
-    @dflow.jit
-    def f(x: Any) -> Any:
-        rows = jax.vmap(lambda row: row @ v)(x)
-        slope = jax.grad(lambda scale: (scale * v.read()).sum())(2.0)
-        return rows, slope, jax.lax.fori_loop(0, 3, lambda i, total: total + v[i], 0.0)
-
-    rows, slope, looped = f(jnp.ones((2, 3)))
-    np.testing.assert_allclose(rows, [3, 3])
-    assert (float(slope), float(looped)) == (3.0, 3.0)
 
 
 TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

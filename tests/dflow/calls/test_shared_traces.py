@@ -102,15 +102,6 @@ def test_what_is_compiled_ahead_is_the_program_of_the_calls(traced: Traced) -> N
     assert not found
 
 
-def test_a_program_with_a_large_closed_over_array_is_shared_too() -> None:
-    table = jnp.ones(1 << 15)
-    f = dflow.jit(lambda i: table[i])
-    f(3)
-    with compilations() as found:
-        assert float(dflow.jit(f.fn)(3)) == 1.0
-    assert not found
-
-
 def test_a_function_of_several_programs_compiles_them_once() -> None:
     queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((3,), jnp.float32), name="q")
 

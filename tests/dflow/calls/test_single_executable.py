@@ -105,27 +105,6 @@ def test_static_and_donated_arguments_keep_their_places() -> None:
     assert v.read().tolist() == [2 * 6 * 2 + 10] * 3
 
 
-def test_a_call_that_is_refused_leaves_the_variables_as_they_are() -> None:
-    v = dflow.Variable(jnp.zeros(3), name="v")
-    step = adder(v)
-    step(1.0)
-    with pytest.raises(TypeError):
-        step("one")
-    with pytest.raises(TypeError):
-        step()
-    assert step(1.0).tolist() == [2, 2, 2]
-
-
-def test_the_memory_of_variables_is_free_when_they_and_the_function_are_gone() -> None:
-    v = dflow.Variable(jnp.zeros((7, 77)), name="v")
-    step = adder(v)
-    step(1.0)
-    step(1.0)
-    del v, step
-    gc.collect()
-    assert not [array for array in jax.live_arrays() if array.shape == (7, 77)]
-
-
 def test_variables_live_on_when_the_function_is_gone() -> None:
     v = dflow.Variable(jnp.zeros(3), name="v")
     step = adder(v)
