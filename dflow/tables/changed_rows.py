@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,18 +39,9 @@ _BLOCK = 64
 _CONSUMER = re.compile(r"[\w.-]+")
 
 
-class _Questions:
-    """What the questions for one table use again: compiled functions, and a record for each consumer."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, Variable] = {}
-        self.end_period = jit(functools.partial(_end_period))
-        #: By the room of a piece, and the number of rows that it is taken from.
-        self.piece = functools.cache(lambda room, window: jit(functools.partial(_piece, room, window)))
-
-
-#: By the marks of a table's first shard.
-_questions: WeakDict[Variable, _Questions] = WeakDict()
+#: By the marks of a table's first shard, what the questions for the table use again: the compiled `_end_period`; the
+#: compiled `_piece`, by the room of a piece and the number of rows that it is taken from; and each consumer's record.
+_questions: WeakDict[Variable, tuple[Callable[..., Any], Callable[..., Any], dict[str, Variable]]] = WeakDict()
 
 
 def track_changed_rows(shard: Variable) -> None:
@@ -98,9 +89,10 @@ def _pieces(
     layout: ShardLayout, shards: list[Variable], consumer: str
 ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[Any]]]:
     marks: Any = shards[0].marks
-    questions = _questions.setdefault(marks, _Questions())
-    record = _record(questions.records, shards, consumer)
-    asked = np.array(questions.end_period(shards, np.asarray(record.read())))
+    new_piece = functools.cache(lambda room, window: jit(functools.partial(_piece, room, window)))
+    end_period, piece, records = _questions.setdefault(marks, (jit(functools.partial(_end_period)), new_piece, {}))
+    record = _record(records, shards, consumer)
+    asked = np.array(end_period(shards, np.asarray(record.read())))
     counts = asked[:, 3].copy()
     largest = max(1, *(shard.shape[0] for shard in shards))
     row_bytes = max(1, shards[0].type.size_bytes // max(1, shards[0].shape[0]))
@@ -112,7 +104,7 @@ def _pieces(
     room, window = min(room, most), largest if counts.max() <= most else most
     for first in range(0, largest if counts.any() else 0, window):
         asked[:, 3] = first
-        pieces = questions.piece(room, window)(shards, asked)
+        pieces = piece(room, window)(shards, asked)
         numbers, rows = [], []
         for shard, (positions, values, count) in enumerate(pieces):
             part = layout.part(shard)

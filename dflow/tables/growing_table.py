@@ -15,7 +15,6 @@ import numpy as np
 
 from dflow.calls.function import jit
 from dflow.scopes import colocate_with
-from dflow.tables.bucket_load import MUCH_FREE, rows_for
 from dflow.tables.id_routing import route_ids
 from dflow.tables.initial_part import BLOCK_BYTES, largest
 from dflow.tables.shard_vocabulary import BLOCK, ShardVocabulary, first_ledger
@@ -34,6 +33,10 @@ from dflow.tracing.state.context import spread_here
 from dflow.tracing.state.resources import Variable, name
 
 LOGGER = logging.getLogger("dflow")
+#: Share of ids without a row of their own that a table with enough room has at most.
+SMALL_SHARE = 0.001
+#: Least share of free rows that is worth a warning when ids have lost their rows.
+MUCH_FREE = 0.1
 #: By table, the number of evictions when they were last warned of.
 _warned: weakref.WeakKeyDictionary[ShardedVariable, int] = weakref.WeakKeyDictionary()
 
@@ -147,7 +150,7 @@ def _find(table: ShardedVariable, ids: WideIds) -> FoundIds:
         way = route_ids([bound // (by_shard[0].config.bucket + 1) for bound in table.layout.bounds], flat)
     shards = [
         ids_of.find(name(own, f"{table.name}/{number}/ids"), count)
-        for number, (ids_of, own, count) in enumerate(zip(by_shard, way.ids, way.counts, strict=True))
+        for number, (ids_of, own, count) in enumerate(zip(by_shard, way.rows, way.counts, strict=True))
     ]
     return FoundIds(table, shape, tuple(shards), way.positions)
 
@@ -203,6 +206,31 @@ def _warn_of_full_buckets(table: ShardedVariable, evicted: int) -> None:
         "row in one bucket of %d, and some buckets are full\n  give it rows=%d for %d ids, or Vocabulary(bucket=%d)",
         *(table.name, evicted, 100 * free, bucket, needed, used, 4 * bucket),
     )
+
+
+def share_without_row(load: float, bucket: int = 32) -> float:
+    """Return the expected share of ids that have no row at a time, and that evict another id when they are used.
+
+    Ids fall into buckets at random: the number of ids of one has a Poisson distribution, whose mean is the bucket's
+    size times the load, the number of ids divided by that of rows. So some buckets are full while rows are free.
+    """
+    mean = load * bucket
+    if mean <= 0:
+        return 0.0
+    last = int(mean + 12 * math.sqrt(mean) + bucket + 12)
+    beyond = sum(
+        (count - bucket) * math.exp(count * math.log(mean) - mean - math.lgamma(count + 1))
+        for count in range(bucket + 1, last)
+    )
+    return beyond / mean
+
+
+def rows_for(ids: int, bucket: int = 32, share: float = SMALL_SHARE) -> int:
+    """Return the number of rows, rounded up to two digits, at which at most `share` of `ids` ids have no row."""
+    load = max((step / 100 for step in range(1, 100) if share_without_row(step / 100, bucket) <= share), default=0.01)
+    rows = ids / load
+    unit: int = 10 ** max(0, math.floor(math.log10(max(rows, 1))) - 1)
+    return int(math.ceil(rows / unit) * unit)
 
 
 def _report_refused(table: ShardedVariable, found: FoundIds) -> None:

@@ -7,33 +7,22 @@ neighbours. As in `routing`, each shard gets an array with room for all ids, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.tables.routing import Route
 from dflow.tables.wide_ids import WideIds, mixed
 from dflow.tracing.primitives.first_rows import first_rows
 
 
-class IdRoute(NamedTuple):
-    """The ids that each shard is asked for, each once, those of one bucket next to each other.
-
-    ids        by shard, u32[n, 2]: upper and lower bits; those past `counts` are zero
-    counts     by shard, i32[]
-    positions  i32[n]: of each id given, the position of its row in the concatenated arrays of all shards
-    """
-
-    ids: Sequence[Any]
-    counts: Sequence[Any]
-    positions: Any
-
-
-def route_ids(bounds: Sequence[int], ids: WideIds) -> IdRoute:
+def route_ids(bounds: Sequence[int], ids: WideIds) -> Route:
     """The route of ids, u32[n] each part, over shards; `bounds` has the number of buckets before each, and of all.
 
-    With a symbolic n, as in an export, equal ids are asked for each.
+    In place of row numbers it has ids, u32[n, 2]: upper and lower bits, those of one bucket next to each other; past
+    the counts they are zero. With a symbolic n, as in an export, equal ids are asked for each.
     """
     [count] = ids.low.shape
     is_symbolic = not isinstance(count, int)
@@ -65,7 +54,7 @@ def route_ids(bounds: Sequence[int], ids: WideIds) -> IdRoute:
         for shard in shards
     ]
     positions = ranks + (np.arange(len(bounds) - 1, dtype=np.int32) * count - starts[:-1])[shard_of]
-    return IdRoute(routed, counts, jnp.zeros(count, jnp.int32).at[number].set(positions))
+    return Route(routed, counts, jnp.zeros(count, jnp.int32).at[number].set(positions))
 
 
 def bucket_of(high: Any, low: Any, buckets: int) -> Any:

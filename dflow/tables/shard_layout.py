@@ -14,7 +14,7 @@ import numpy as np
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.near_names import did_you_mean
-from dflow.tracing.rows.slices import AxisSlice, have_each_once
+from dflow.tracing.rows.slices import AxisSlice
 
 #: The divisions: `rows` gives each shard neighbouring rows, `modulo` gives row r to shard r % shards, `columns` gives
 #: each shard neighbouring columns of all rows.
@@ -53,7 +53,6 @@ class ShardLayout:
                 f"shards of an array of {self.shape} by {self.by}: expected 1 to {self.size}, got {self.shards}",
                 "give fewer shards",
             )
-        check_cover(self)
 
     @property
     def axis(self) -> int:
@@ -93,13 +92,6 @@ class ShardLayout:
         if self.by != "modulo" or self.shards == 1:
             return whole
         return jnp.take(whole, self.positions(jnp.arange(self.size)), axis)
-
-
-def check_cover(layout: ShardLayout) -> None:
-    """Raise VariableError unless each row (column) is in exactly one shard."""
-    parts = [layout.part(shard) for shard in range(layout.shards)]
-    if not have_each_once(parts, layout.size):
-        raise VariableError(f"the shards {parts} do not have each of {layout.size} {layout.by} once")
 
 
 def chosen_layout(

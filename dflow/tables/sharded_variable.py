@@ -9,6 +9,7 @@ over it work on the shards, and their results have arrays where the variables we
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -371,7 +372,8 @@ class ShardedVariable(RowUpdates):
         parts = self._on_shards("a reduction", lambda shard, _: reduce(shard, axis=axis))
         if axis is not None and axis != self.layout.axis:
             return self.layout.joined(parts, self.layout.axis - (axis < self.layout.axis))
-        return _joined(parts, join)
+        whole: jax.Array = functools.reduce(join, parts)
+        return whole
 
     def _no_product(self, shown: str) -> VariableShapeError:
         return VariableShapeError(
@@ -404,14 +406,8 @@ def _product(one: Any, other: Any) -> Any:
 
 
 def _sum_of_products(parts: Sequence[Any], dtype: Any) -> jax.Array:
-    return _joined(parts, jnp.add).astype(dtype)
-
-
-def _joined(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> jax.Array:
-    whole: jax.Array = parts[0]
-    for part in parts[1:]:
-        whole = join(whole, part)
-    return whole
+    total: jax.Array = functools.reduce(jnp.add, parts)
+    return total.astype(dtype)
 
 
 def _flattened(variable: ShardedVariable) -> tuple[Any, Any]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dflow.tables.cut_found import is_cut
 from dflow.tracing.errors import GraphTypeError, InputError, VariableError
 from dflow.tracing.near_names import suggests_fields
 from dflow.tracing.source import as_code, caller
 
 #: The rules of eviction: of the ids of a bucket, the one that was used least recently, or least frequently.
 EVICTIONS = ("lru", "lfu")
+#: Most frames between the function that flattens a pytree and `scan` or `vmap`.
+_MOST_FRAMES = 8
 
 
 @suggests_fields
@@ -128,13 +131,39 @@ class FoundIds:
 
 
 def _flattened(found: FoundIds) -> tuple[Any, Any]:
-    if is_cut(found):
+    if _is_cut(found):
         raise found.cut_error()
     return (found.shards, found.places), (found.table, found.shape)
 
 
-jax.tree_util.register_pytree_node(
-    FoundIds,
-    _flattened,
-    lambda about, parts: FoundIds(*about, *parts),
-)
+jax.tree_util.register_pytree_node(FoundIds, _flattened, lambda about, parts: FoundIds(*about, *parts))
+
+
+def _is_cut(part: Any) -> bool:
+    """Return whether JAX flattens `part`, now, for a `scan` over it or a `vmap` of it.
+
+    Else JAX would slice the arrays of the pytree, and fail with an error about ranks and lengths. It flattens it first:
+    the frames of that call show whether `scan` or `vmap` made it.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is None or not str(frame.f_globals.get("__name__")).startswith(("jax.", "dflow.tables")):
+            return False
+        held = frame.f_locals
+        if frame.f_code.co_name == "scan" and "xs" in held:
+            return _is_in(part, held["xs"])
+        if frame.f_code.co_name == "vmap_f" and "args" in held:
+            return _is_mapped(part, held["args"], held.get("in_axes"))
+        frame = frame.f_back
+    return False
+
+
+def _is_mapped(part: Any, args: tuple[Any, ...], in_axes: Any) -> bool:
+    axes = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
+    return any(axis is not None and _is_in(part, arg) for arg, axis in zip(args, axes, strict=False))
+
+
+def _is_in(part: Any, whole: Any) -> bool:
+    # Its own flattening, which asks again, is not reached: it is a leaf here.
+    leaves = jax.tree_util.tree_leaves(whole, is_leaf=lambda one: one is part)
+    return any(one is part for one in leaves)

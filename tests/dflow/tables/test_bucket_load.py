@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import optax
 import pytest
 
 import dflow
-from dflow.tables.bucket_load import rows_for, share_without_row
+from dflow.tables.growing_table import rows_for, share_without_row
 from dflow.tables.id_routing import bucket_of
 
 
@@ -31,9 +33,9 @@ def test_rows_for_ids_leave_a_small_share_without_one() -> None:
     assert share_without_row(2.0) == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.once
-def test_counts_warn_of_evictions_while_rows_are_free(caplog: pytest.LogCaptureFixture) -> None:
-    table = dflow.Embedding(12, 2, name="users", vocabulary=dflow.Vocabulary(bucket=2))
+def crowded(rows: int, count: int) -> Iterator[int]:
+    """Train with ids of the first of `rows` / 2 buckets, one after the other; yield the evictions after each."""
+    table = dflow.Embedding(rows, 2, name="users", vocabulary=dflow.Vocabulary(bucket=2))
     optimizer = dflow.Optimizer(optax.adagrad(0.1), [table])
 
     @dflow.jit
@@ -41,18 +43,15 @@ def test_counts_warn_of_evictions_while_rows_are_free(caplog: pytest.LogCaptureF
         found = table.find(ids)
         optimizer.apply(dflow.grad(lambda: table(found).sum(), [table])(), found=found)
 
-    # Six buckets of two: ids of one bucket evict each other, while the others are empty.
     ids = dflow.wide_ids(np.arange(400))
-    of_one = np.flatnonzero(np.asarray(bucket_of(ids.high, ids.low, 6)) == 0)[:8]
-    for id in of_one[:2]:
+    for id in np.flatnonzero(np.asarray(bucket_of(ids.high, ids.low, rows // 2)) == 0)[:count]:
         step(dflow.wide_ids([int(id)]))
-    assert table.counts().evicted == 0
-    assert not caplog.records
-    evicted = []
-    for id in of_one[2:]:
-        step(dflow.wide_ids([int(id)]))
-        evicted.append(table.counts().evicted)
-    assert evicted == [1, 2, 3, 4, 5, 6]
+        yield table.counts().evicted
+
+
+@pytest.mark.once
+def test_counts_warn_of_evictions_while_rows_are_free(caplog: pytest.LogCaptureFixture) -> None:
+    assert [*crowded(12, 8)] == [0, 0, 1, 2, 3, 4, 5, 6]
     told = [record.getMessage() for record in caplog.records]
     assert [text.split(" times")[0] for text in told] == [f"table 'users': {count}" for count in (1, 2, 4)]
     assert "though 83% of the rows are free: an id has its row in one bucket of 2" in told[0]
@@ -61,16 +60,6 @@ def test_counts_warn_of_evictions_while_rows_are_free(caplog: pytest.LogCaptureF
 
 @pytest.mark.once
 def test_counts_do_not_advise_fewer_rows_than_the_table_has(caplog: pytest.LogCaptureFixture) -> None:
-    table = dflow.Embedding(128, 2, name="users", vocabulary=dflow.Vocabulary(bucket=2))
-    optimizer = dflow.Optimizer(optax.sgd(0.1), [table])
-
-    @dflow.jit
-    def step(ids: dflow.WideIds) -> None:
-        found = table.find(ids)
-        optimizer.apply(dflow.grad(lambda: table(found).sum(), [table])(), found=found)
-
-    ids = dflow.wide_ids(np.arange(400))
-    for id in np.flatnonzero(np.asarray(bucket_of(ids.high, ids.low, 64)) == 0)[:3]:
-        step(dflow.wide_ids([int(id)]))
-    assert (table.counts().evicted, rows_for(2, 2)) == (1, 67)
+    assert [*crowded(128, 3)] == [0, 0, 1]
+    assert rows_for(2, 2) == 67
     assert not caplog.records

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -72,9 +71,3 @@ def test_rows_for_one_number_are_combined(case: tuple[ShardLayout, np.ndarray[An
             number = part.start + part.step * int(way.rows[shard][place])
             np.testing.assert_array_equal(each[place], given[number])
         assert not np.asarray(each[int(way.counts[shard]) :]).any()
-
-
-@pytest.mark.parametrize("shards", [2, 9])
-def test_no_numbers_ask_no_shard(shards: int) -> None:
-    way = route(ShardLayout((9, 2), shards), jnp.zeros(0, jnp.int32))
-    assert [int(count) for count in way.counts] == [0] * shards

@@ -153,15 +153,6 @@ def test_shards_are_restored_onto_other_shards(
             same(arrays_in(folder / f"{number + 1}"), expected)
 
 
-def test_training_goes_on_with_other_shards(worker: Cluster, tmp_path: Path) -> None:
-    whole, sharded = Program(dflow.connect(), Division(0)), Program(worker, Division(3, "modulo"))
-    whole.step()
-    whole.save(tmp_path / "c")
-    sharded.restore(tmp_path / "c")
-    np.testing.assert_allclose([sharded.step() for _ in range(2)], [whole.step() for _ in range(2)], rtol=1e-5)
-    np.testing.assert_allclose(sharded.table.read(), whole.table.read(), rtol=1e-5)
-
-
 @pytest.mark.parametrize("by", DIVISIONS)
 def test_each_chunk_is_written_by_one_task(
     memory: MemoryCluster, worker: Cluster, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.tables.shard_layout import DIVISIONS, ShardLayout, shards_for, traffic_cuts
-from dflow.tracing.rows.slices import AxisSlice
 from tests.effort import examples
 
 
@@ -28,23 +27,6 @@ def test_the_shards_have_each_row_once(rows: int, columns: int, shards: int, by:
     assert max(sizes) - min(sizes) <= 1
     in_order = np.concatenate(parts, layout.axis)
     np.testing.assert_array_equal(np.take(in_order, layout.positions(np.arange(layout.size)), layout.axis), array)
-
-
-@pytest.mark.parametrize("by", DIVISIONS)
-def test_a_division_that_misses_or_repeats_a_row_is_refused(by: str) -> None:
-    class Missing(ShardLayout):
-        def part(self, shard: int) -> AxisSlice:
-            found = super().part(shard)
-            return found._replace(size=found.size - (shard == 1))
-
-    class Repeating(ShardLayout):
-        def part(self, shard: int) -> AxisSlice:
-            found = super().part(shard)
-            return found._replace(start=found.start - (shard == 1))
-
-    for layout in (Missing, Repeating):
-        with pytest.raises(dflow.VariableError, match=f"do not have each of 9 {by} once"):
-            layout((9, 9), 3, by)
 
 
 @pytest.mark.parametrize(
@@ -92,30 +74,6 @@ def test_no_division_by_traffic_has_a_less_used_largest_shard(case: tuple[np.nda
         if np.diff((0, *inner, len(counts))).max() <= most
     ]
     assert not counts.any() or largest(layout.bounds) == min(map(largest, others))
-
-
-@pytest.mark.parametrize(
-    ("is_hashed", "parts"),
-    [
-        (False, {"rows": 94, "modulo": 33, "traffic": 26, "largest": 99}),
-        (True, {"rows": 35, "modulo": 34, "traffic": 25, "largest": 37}),
-    ],
-)
-def test_the_most_used_of_four_shards_of_a_zipf_stream(is_hashed: bool, parts: dict[str, int]) -> None:
-    """The figures of docs/tables.md, in percent of the lookups; traffic is measured on the first half of the stream."""
-    rows, draw = 100_000, np.random.default_rng(0)
-    ids = draw.zipf(1.1, 200_000) - 1
-    ids = ids[ids < rows]
-    ids = draw.permutation(rows)[ids] if is_hashed else ids
-    measured, later = np.array_split(ids, 2)
-    cuts = traffic_cuts(np.bincount(measured, minlength=rows), rows, 4, rows)
-    layouts = {by: ShardLayout((rows, 16), 4, by) for by in ("rows", "modulo")}
-    layouts["traffic"] = ShardLayout((rows, 16), 4, cuts=cuts)
-    found = {"largest": round(100 * np.diff(layouts["traffic"].bounds).max() / rows)}
-    for by, layout in layouts.items():
-        lookups = np.histogram(np.asarray(layout.positions(later)), layout.bounds)[0]
-        found[by] = round(100 * lookups.max() / len(later))
-    assert found == parts
 
 
 @pytest.mark.parametrize(
