@@ -18,11 +18,9 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
@@ -41,8 +39,8 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _MOST_BYTES = 1 << 20
 
 
-class _Saved(msgspec.Struct, frozen=True):
-    """What a manager writes into the metadata of a checkpoint."""
+class Saved(msgspec.Struct, frozen=True):
+    """What a manager writes into the metadata of a checkpoint, as `manager`; the fields are those of `Checkpoint`."""
 
     time_s: float
     metrics: dict[str, float]
@@ -86,7 +84,7 @@ class CheckpointFolder:
         path = str(location) if isinstance(location, ObjectPath) else location
         saved = read_manifest(location).metadata.get("manager")
         try:
-            about = msgspec.convert(saved, _Saved)
+            about = msgspec.convert(saved, Saved)
         except msgspec.ValidationError:  # `dflow.save` wrote it
             time_s = os.stat(path / MANIFEST).st_mtime if isinstance(path, Path) else math.nan
             return Checkpoint(step, path, time_s, {}, is_managed=False)
@@ -116,13 +114,6 @@ class CheckpointFolder:
         """Remove a checkpoint. Raises CheckpointError when the disk refuses it."""
         with self._refused():
             self.files.remove(self.location(step).name)
-
-    def set_aside(self, step: int, why: str) -> Location:
-        """Free the step of a checkpoint, so that it can be saved again; return where its files are then.
-
-        why  a word for its new name, "damaged" or "undone"
-        """
-        return self.files.set_aside(self.location(step).name, why)
 
     def record(self) -> RunRecord:
         """Return the record of runs; an empty one if there is none, or if it is damaged, with a warning."""
@@ -158,10 +149,3 @@ class CheckpointFolder:
 def this_process() -> str:
     """Return the name of this process for other jobs."""
     return f"process {os.getpid()} on {platform.node() or 'an unnamed host'}"
-
-
-def metadata_of(
-    time_s: float, metrics: dict[str, float], ran_s: float, extra: Mapping[str, float] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Return the metadata of a checkpoint, as in `Checkpoint`."""
-    return {"manager": {"time_s": time_s, "metrics": metrics, "ran_s": ran_s, "extra": {**extra}}}

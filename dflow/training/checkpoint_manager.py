@@ -18,17 +18,19 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from dflow.distributed.process.termination import Terminated
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.owned_folder import whole_location
 from dflow.tracing.errors import CheckpointError, DflowError
 from dflow.tracing.near_names import did_you_mean, suggests_keywords
 from dflow.training.background_save import BackgroundSave
-from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this_process
+from dflow.training.checkpoint_folder import CheckpointFolder, Saved, this_process
 from dflow.training.group_saving import check_seen
 from dflow.training.named_arrays import Names, named_variables
 from dflow.training.resuming import resume
-from dflow.training.retention import Best, Checkpoint, Retention
+from dflow.training.retention import Best, Checkpoint, deleted
 from dflow.training.save_roles import role_of
 from dflow.training.save_schedule import RunRecord, SaveSchedule
 from dflow.training.saving import WriteCheckpoint, captured, given_location
@@ -78,8 +80,8 @@ class CheckpointManager:
         #: Longest time of a save, in s.
         self.timeout_s = timeout_s
         self._named = named_variables(variables, names, "CheckpointManager")
-        period = None if keep_one_per is None else _period("keep_one_per", keep_one_per)
-        self._retention = Retention(_positive("keep", keep), Best.parsed(best), period)
+        self._period = None if keep_one_per is None else _period("keep_one_per", keep_one_per)
+        self._keep, self._best = _positive("keep", keep), Best.parsed(best)
         self._schedule = SaveSchedule(every, _period("mtbf", mtbf))
         #: When `step` saves, as given.
         self.every = every
@@ -109,7 +111,7 @@ class CheckpointManager:
     @property
     def best_metric(self) -> str | None:
         """The metric of `best=`, if given."""
-        return self._retention.best.metric if self._retention.best else None
+        return self._best.metric if self._best else None
 
     @property
     def last_step(self) -> int:
@@ -130,12 +132,14 @@ class CheckpointManager:
     @property
     def best(self) -> Checkpoint | None:
         """The best checkpoint by the metric of `best=`; None if none has that metric."""
-        rule = self._retention.best
-        return next(iter(rule.of(self.checkpoints)), None) if rule else None
+        return next(iter(self._best.of(self.checkpoints)), None) if self._best else None
 
     def should_save(self, step: int) -> bool:
         """Return whether `step` would save now. Not while a save runs: the next one starts after its end."""
-        self._check()
+        self._check_open()
+        self._folder.files.check()
+        if self._save is not None:
+            self._save.check()
         is_busy = self._save is not None and self._save.is_running
         if not self._role.is_together and (is_busy or not self._role.is_saver):
             return False
@@ -217,7 +221,8 @@ class CheckpointManager:
         number = self._checked_step(step)
         began_s = time.monotonic()
         ran_s = self._ran_s + began_s - self._started_s
-        metadata = metadata_of(time.time(), self._checked_metrics(metrics), ran_s, extra or {})
+        about = Saved(time.time(), self._checked_metrics(metrics), ran_s, {**(extra or {})})
+        metadata = {"manager": msgspec.to_builtins(about)}
         with ExitStack() as stack:
             channel, what = f"the saves in {self._folder.path}", f"the save of {self._folder.location(number)}"
             write = stack.enter_context(captured(self._named, what, channel=channel, timeout_s=self.timeout_s))
@@ -241,7 +246,7 @@ class CheckpointManager:
             if not any(one >= step for one in self._folder.steps()):  # a later save may have deleted it
                 check_seen(self._folder.location(step))
             return
-        for one in self._retention.deleted(self._folder.checkpoints()):
+        for one in deleted(self._folder.checkpoints(), self._keep, self._best, self._period):
             self._folder.remove(one.step)
         now_s = time.monotonic()
         self._set_record(self._record.saved(now_s - began_s, now_s - self._started_s))
@@ -282,11 +287,10 @@ class CheckpointManager:
                 raise CheckpointError(
                     f"metrics[{name!r}]: expected a number, got {value!r}", "give numbers or scalar arrays"
                 ) from error
-        best = self._retention.best
-        if found and best is not None and best.metric not in found:
+        if found and self.best_metric is not None and self.best_metric not in found:
             raise CheckpointError(
-                f"metrics: expected {best.metric!r}, the metric of best=, got {sorted(found)}",
-                did_you_mean(best.metric, found, "give that metric too, or correct best="),
+                f"metrics: expected {self.best_metric!r}, the metric of best=, got {sorted(found)}",
+                did_you_mean(self.best_metric, found, "give that metric too, or correct best="),
             )
         return found
 
@@ -295,12 +299,6 @@ class CheckpointManager:
             raise CheckpointError(
                 f"{self._folder.path}: expected an open CheckpointManager, got a closed one", "make a new one"
             )
-
-    def _check(self) -> None:
-        self._check_open()
-        self._folder.files.check()
-        if self._save is not None:
-            self._save.check()
 
     def _end(self, *, has_failed: bool) -> None:
         """Wait for the running save and release the folder; a run that has failed stays marked as running."""

@@ -130,7 +130,7 @@ def as_averaged(extra: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in extra.items():
         for leaf in jax.tree_util.tree_leaves(value):
-            if not _is_floating(leaf):
+            if not (isinstance(leaf, float) or (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact))):
                 raise StrategyError(
                     f"apply: expected extra arguments of floating arrays, whose mean over the workers a synchronous "
                     f"step takes, got {name!r} with a {type(leaf).__name__}",
@@ -149,7 +149,3 @@ def refuse_examples(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
                 f"{shape[0]}, one for each example",
                 "train by dflow.distributed.Async, or by a transformation that takes the mean gradient",
             )
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, float) or (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact))

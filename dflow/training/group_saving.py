@@ -121,7 +121,7 @@ def check_seen(location: Location) -> None:
 
 
 def save_together(
-    group: ProcessGroup,
+    group: ProcessGroup | None,
     what: str,
     channel: str,
     opened: AbstractContextManager[Location],
@@ -130,7 +130,7 @@ def save_together(
     finish: Callable[[Location, Mapping[str, str]], None],
     timeout_s: float | None = None,
 ) -> None:
-    """Write a checkpoint with the other processes of the group. Returns, on all, when it is complete.
+    """Write a checkpoint with the other processes of the group, or alone. Returns, on all, when it is complete.
 
     what         description of the save, the same on all processes
     channel      as for `ProcessGroup.exchange`
@@ -140,6 +140,12 @@ def save_together(
     timeout_s    longest wait for the other processes
     raises       CheckpointError on all processes when one of them fails
     """
+    if group is None:
+        with opened as folder:
+            places = make_places(folder)
+            write_parts(folder, places)
+            finish(folder, places)
+        return
 
     def tell(event: str, word: str = "") -> list[str]:
         point = f"{what} of variables in parts, which all workers write together ({event})"

@@ -34,7 +34,7 @@ def resume(folder: CheckpointFolder, named: Mapping[str, NamedArray], role: Alon
 def _set_undone_aside(folder: CheckpointFolder, first: int) -> None:
     """Free the steps from `first` on: the tasks have returned to a snapshot, and the run comes to them again."""
     undone = [step for step in folder.steps() if step >= first]
-    paths = [folder.set_aside(step, "undone") for step in undone]
+    paths = [folder.files.set_aside(folder.location(step).name, "undone") for step in undone]
     if kept := [location for step, location in zip(undone, paths, strict=True) if location == folder.location(step)]:
         raise CheckpointError(
             f"{kept[0]}: expected to rename it, since its step is done again, got a refusal", "move it elsewhere"
@@ -79,7 +79,7 @@ def _restore_newest(folder: CheckpointFolder, named: Mapping[str, NamedArray], r
         for other, fact in damaged.items():
             LOGGER.warning(
                 "step_%d is damaged, and step_%d is restored: %s; it stays as %s",
-                *(other, step, fact, folder.set_aside(other, "damaged")),
+                *(other, step, fact, folder.files.set_aside(folder.location(other).name, "damaged")),
             )
         LOGGER.info("%s is restored", folder.location(step))
         return step + 1

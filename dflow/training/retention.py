@@ -7,7 +7,7 @@ all saves would. The decisions are pure functions of steps, times of the runs an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -69,27 +69,19 @@ class Best:
         return sorted(rated, key=lambda one: (sign * one.metrics[self.metric], -one.step))[: self.count]
 
 
-@dataclass(frozen=True)
-class Retention:
-    """The rules: the newest `keep`, the best, and for good the first of each `period`. Each rule retains its own."""
+def deleted(
+    checkpoints: Sequence[Checkpoint], keep: int, best: Best | None, period: timedelta | None
+) -> list[Checkpoint]:
+    """Return the managed checkpoints that no rule retains, oldest first. Others do not count.
 
-    keep: int
-    best: Best | None = None
-    period: timedelta | None = None
-
-    def deleted(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return the managed checkpoints that no rule retains, oldest first. Others do not count."""
-        ordered = sorted((one for one in checkpoints if one.is_managed), key=lambda one: one.step)
-        retained = {one.step for one in ordered[-self.keep :]}
-        retained.update(one.step for one in (self.best.of(ordered) if self.best else ()))
-        retained.update(one.step for one in self._for_good(ordered))
-        return [one for one in ordered if one.step not in retained]
-
-    def _for_good(self, ordered: Sequence[Checkpoint]) -> Iterator[Checkpoint]:
-        if self.period is None:
-            return
-        due_s = -math.inf
-        for one in ordered:
-            if one.ran_s >= due_s:
-                yield one
-                due_s = one.ran_s + self.period.total_seconds()
+    The rules are the newest `keep`, the best, and for good the first of each `period`. Each rule retains its own.
+    """
+    ordered = sorted((one for one in checkpoints if one.is_managed), key=lambda one: one.step)
+    retained = {one.step for one in ordered[-keep:]}
+    retained.update(one.step for one in (best.of(ordered) if best else ()))
+    due_s = -math.inf
+    for one in ordered:
+        if period is not None and one.ran_s >= due_s:
+            retained.add(one.step)
+            due_s = one.ran_s + period.total_seconds()
+    return [one for one in ordered if one.step not in retained]

@@ -145,16 +145,8 @@ def captured(
             def finish(folder: Location, paths: Mapping[str, str]) -> None:
                 write_manifest(folder, types, paths, {**_generators(named), **metadata})
 
-            def write_alone() -> None:
-                with opened as folder:
-                    paths = make(folder)
-                    write_all(folder, paths)
-                    finish(folder, paths)
-
-            if group is not None and is_together:
-                save_together(group, what, channel or channel_of(what), opened, make, write_all, finish, timeout_s)
-            else:
-                save_by(write_alone)
+            own, on = group if is_together else None, channel or channel_of(what)
+            save_by(lambda: save_together(own, what, on, opened, make, write_all, finish, timeout_s))
 
         yield write
 

@@ -88,16 +88,6 @@ def test_a_manager_that_is_dropped_releases_the_folder(tmp_path: Path) -> None:
         assert (again.resumed, again._record.failures) == (0, 0)
 
 
-def test_a_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
-    with run.manager(tmp_path) as manager:
-        with held_saves(monkeypatch):
-            manager.save(1)
-        manager.save(2)
-        assert (tmp_path / "step_1").exists()
-    assert steps_in(manager) == [1, 2]
-
-
 def test_time_decides_when_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, run = HandClock(monkeypatch), Run()
     with run.manager(tmp_path, every=timedelta(minutes=10)) as manager:
@@ -336,22 +326,6 @@ assert sys.stdin.readline(), "an error ends the program"
 def test_a_folder_that_cannot_be_made_is_named(path: str) -> None:
     with pytest.raises(dflow.CheckpointError, match=rf"^{path}: expected a folder that can be written, got: "):
         Run().manager(Path(path))
-
-
-def test_a_folder_that_disappears_is_an_error_of_the_next_call_or_is_made_again(tmp_path: Path) -> None:
-    run = Run()
-    manager = run.manager(tmp_path / "run")
-    os.unlink(tmp_path / "run" / ".manager.lock")
-    os.unlink(tmp_path / "run" / "runs.json")
-    os.rmdir(tmp_path / "run")
-    (tmp_path / "run").write_text("a file")
-    manager.save(1)
-    with pytest.raises(dflow.CheckpointError, match=r"step_1: expected to be saved, got: .*run is no folder"):
-        manager.wait()
-    os.unlink(tmp_path / "run")
-    saved(manager, run, 2)
-    manager.close()
-    assert steps_in(manager) == [2]
 
 
 def test_checkpoints_of_dflow_save_are_restored_and_never_deleted(tmp_path: Path) -> None:

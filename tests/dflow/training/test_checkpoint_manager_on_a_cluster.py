@@ -101,17 +101,6 @@ def test_the_others_wait_until_the_state_is_restored(tmp_path: Path, monkeypatch
             assert joining.result(DEADLINE_S) == (5, 5.0)
 
 
-def test_tasks_write_the_values_of_the_moment_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with two_workers() as (first, _), first.manager(tmp_path) as manager:
-        with held_saves(monkeypatch):
-            first.step()
-            manager.save(0)
-            first.step()
-        manager.wait()
-        dflow.restore(tmp_path / "step_0", first.pair)
-        assert first.value == 1.0
-
-
 def test_a_worker_that_is_started_again_takes_part_in_the_state_as_it_is(tmp_path: Path) -> None:
     with two_workers() as (first, second):
         with first.manager(tmp_path) as manager:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.training.retention import Best, Checkpoint, Retention
+from dflow.training.retention import Best, Checkpoint, deleted
 from tests.dflow.training.managed_run import HandClock, Run, saved, steps_in
 from tests.effort import examples
 
@@ -70,11 +70,11 @@ def in_turn(made: Sequence[tuple[int, float, float | None]]) -> list[Checkpoint]
 def test_deleting_after_each_save_leaves_what_the_whole_history_says(
     made: list[tuple[int, float, float | None]], rules: dict[str, Any]
 ) -> None:
-    retention = Retention(rules["keep"], Best.parsed(rules["best"]), rules["keep_one_per"])
+    best = Best.parsed(rules["best"])
     history, left = in_turn(made), list[Checkpoint]()
     for count, one in enumerate(history, 1):
         left.append(one)
-        for old in retention.deleted(left):
+        for old in deleted(left, rules["keep"], best, rules["keep_one_per"]):
             left.remove(old)
         assert [one.step for one in left] == expected(history[:count], rules)
         assert one in left

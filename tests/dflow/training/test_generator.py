@@ -52,16 +52,6 @@ def test_the_shape_of_the_keys_is_what_was_asked_for() -> None:
     assert jax.random.normal(generator.split()).shape == ()
 
 
-def test_each_turn_of_a_loop_gets_another_key() -> None:
-    generator, twin = dflow.Generator(1), dflow.Generator(1)
-
-    @dflow.jit
-    def draws() -> Any:
-        return jax.lax.scan(lambda c, _: (c, jax.random.bits(generator.split())), 0, None, length=3)[1]
-
-    assert draws().tolist() == [int(jax.random.bits(twin.split())) for _ in range(3)]
-
-
 def test_a_split_under_vmap_is_refused_and_keys_split_before_differ() -> None:
     generator = dflow.Generator(0, name="noise")
 

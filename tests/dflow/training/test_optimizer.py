@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,102 +15,6 @@ import dflow
 from dflow.tracing.errors import GraphTypeError, VariableError
 
 HERE = Path(__file__).name
-STEPS = 5
-
-#: `test_every_optax.py` has each family of transformations.
-TRANSFORMATIONS: dict[str, Any] = {
-    "adam": lambda: optax.adam(1e-2),
-    "clipped adamw with a schedule": lambda: optax.chain(
-        optax.clip_by_global_norm(0.5), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10))
-    ),
-}
-
-
-def parameters() -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 2)
-    return {
-        "hidden": {"kernel": jax.random.normal(keys[0], (4, 8)), "bias": jnp.zeros(8)},
-        "out": {"kernel": jax.random.normal(keys[1], (8, 4)), "bias": jnp.zeros(4)},
-    }
-
-
-def loss_of(params: Any, x: Any, y: Any) -> Any:
-    hidden = jax.nn.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
-    return ((hidden @ params["out"]["kernel"] + params["out"]["bias"] - y) ** 2).mean()
-
-
-def batches() -> list[tuple[Any, Any]]:
-    order = np.random.default_rng(1)
-    return [tuple(order.normal(size=(2, 6, 4)).astype(np.float32)) for _ in range(STEPS)]  # type: ignore[misc]
-
-
-def plain_jax(transformation: Any, params: Any, loss: Any) -> tuple[Any, Any, list[float]]:
-    """Return the parameters, the state and the losses of training with optax alone."""
-    state, losses = transformation.init(params), []
-
-    @jax.jit
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(params, x, y)
-        updates, state = transformation.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    for x, y in batches():
-        params, state, value = step(params, state, x, y)
-        losses.append(float(value))
-    return params, state, losses
-
-
-def with_variables(transformation: Any, params: Any, loss: Any, prefix: str) -> tuple[Any, Any, list[float]]:
-    model = dflow.variables(params, prefix=prefix)
-    optimizer = dflow.Optimizer(transformation, model, name=f"{prefix}opt")
-
-    @dflow.jit
-    def step(x: Any, y: Any) -> Any:
-        value, gradients = dflow.value_and_grad(lambda: loss(dflow.read(model), x, y), model)()
-        optimizer.apply(gradients)
-        return value
-
-    losses = [float(step(x, y)) for x, y in batches()]
-    return dflow.read(model), dflow.read(optimizer.slots), losses
-
-
-def assert_trees_close(actual: Any, wanted: Any) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
-    for got, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
-            got, expected = jax.random.key_data(got), jax.random.key_data(expected)
-        assert got.dtype == expected.dtype
-        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=2e-4, atol=1e-5)
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_training_equals_optax_on_arrays(name: str) -> None:
-    make = TRANSFORMATIONS[name]
-    actual = with_variables(make(), parameters(), loss_of, f"{name}/")
-    wanted = plain_jax(make(), parameters(), loss_of)
-    for got, expected in zip(actual, wanted, strict=True):
-        assert_trees_close(jax.tree.map(jnp.asarray, got), jax.tree.map(jnp.asarray, expected))
-
-
-def test_a_flax_model_trains_as_with_plain_jax() -> None:
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return nn.Dense(4)(nn.relu(nn.LayerNorm()(nn.Dense(8)(x))))
-
-    net = Net()
-    params = net.init(jax.random.key(0), jnp.ones((1, 4)))
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        return ((net.apply(params, x) - y) ** 2).mean()
-
-    actual = with_variables(optax.adam(1e-2), params, loss, "flax/")
-    wanted = plain_jax(optax.adam(1e-2), params, loss)
-    for got, expected in zip(actual[:2], wanted[:2], strict=True):
-        assert_trees_close(got, expected)
-    named = dflow.variables(params, prefix="flax again/")
-    assert named["params"]["Dense_0"]["kernel"].name == "flax again/params/Dense_0/kernel"
 
 
 def test_nested_containers_keep_their_structure_and_are_named_by_their_paths() -> None:

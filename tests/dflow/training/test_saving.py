@@ -13,16 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
-import zarr
 
 import dflow
 from dflow.lowering.files.array_files import read_arrays
 from dflow.state_backends import LOCAL
-from dflow.testing import memory_cluster
 from dflow.tracing.errors import CheckpointError, VariableError
-from dflow.training import restoring
 from tests.dflow.training.scaled_model import same, scaled_model
 
 #: A second set of variables with the same names stands for those of a restarted program.
@@ -45,35 +41,6 @@ def test_what_was_saved_is_restored(tmp_path: Path, name: str) -> None:
     dflow.jit(lambda: restored["dense"]["w"].assign_add(jnp.ones((2, 3))))()  # the values are the variables' own
     assert float(restored["dense"]["w"].sum()) == 24.0
     assert os.listdir(tmp_path) == [name]
-
-
-DTYPES = ["bool", "int8", "uint32", "float16", "complex64", "bfloat16", "int4", "uint4", "float8_e4m3fn"]
-
-
-def test_variables_of_any_type_are_kept(tmp_path: Path) -> None:
-    made = {
-        f"{dtype}{shape}": dflow.Variable(jnp.ones(shape, dtype)) for dtype in DTYPES for shape in ((), (0, 2), (3,))
-    }
-    dflow.save(tmp_path / "c", made)
-    for one in made.values():
-        one.assign(jnp.zeros(one.shape, one.dtype))
-    dflow.restore(tmp_path / "c", made)
-    for one in made.values():
-        np.testing.assert_array_equal(np.asarray(one.read()).astype(complex), np.ones(one.shape))
-
-
-@FORMS
-def test_variables_on_tasks_are_saved_and_restored(tmp_path: Path, name: str) -> None:
-    with memory_cluster(ps=2) as memory:
-        worker = memory.worker()
-        with worker.parameter_servers():
-            pair = [dflow.Variable(lambda: jnp.ones(3), name=each) for each in ("one", "two")]
-        dflow.save(tmp_path / name, pair)
-        for variable in pair:
-            variable.assign(jnp.zeros(3))
-        dflow.restore(tmp_path / name, pair)
-        assert [float(variable.read().sum()) for variable in pair] == [3.0, 3.0]
-        worker.close()
 
 
 def test_keys_are_kept_with_their_algorithm(tmp_path: Path) -> None:
@@ -181,17 +148,6 @@ def test_a_damaged_array_changes_no_variable(tmp_path: Path, name: str) -> None:
     assert float(a.sum()) == 3.0
 
 
-def test_zarr_and_orbax_read_a_checkpoint(tmp_path: Path) -> None:
-    model = scaled_model(3)
-    dflow.save(tmp_path / "c", model)
-    np.testing.assert_array_equal(zarr.open_group(tmp_path / "c", mode="r")["dense/w"][...], np.full((2, 3), 3.0))
-    plain = orbax.checkpoint.PyTreeCheckpointer().restore(tmp_path / "c")
-    assert {name: value.shape for name, value in plain.items()} == {"dense/w": (2, 3), "dense/b": (3,), "step": ()}
-    target = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in plain.items()}
-    standard = orbax.checkpoint.StandardCheckpointer().restore(tmp_path / "c", target)
-    np.testing.assert_array_equal(standard["dense/w"], np.full((2, 3), 3.0))
-
-
 def test_what_a_failed_step_lost_is_restored(tmp_path: Path) -> None:
     v = dflow.Variable(jnp.ones(3), name="v")
     dflow.save(tmp_path / "c", v)
@@ -211,16 +167,6 @@ def test_nothing_to_save_and_names_of_nothing_are_refused(tmp_path: Path) -> Non
     ):
         dflow.restore(tmp_path / "c", w, names={"wieght": "v"})
     assert not (tmp_path / "c").exists()
-
-
-def test_a_folder_of_checkpoints_is_told_with_what_can_be_restored(tmp_path: Path) -> None:
-    v = dflow.Variable(1.0, name="v")
-    for step in (1, 2):
-        dflow.save(tmp_path / "run" / f"step_{step}", v)
-    (tmp_path / "run" / "logs").mkdir()
-    wanted = r"run is no checkpoint .*\n.*\n  in it there are: step_1, step_2; give the path of one"
-    with pytest.raises(dflow.NoCheckpoint, match=wanted):
-        dflow.restore(tmp_path / "run", v)
 
 
 @pytest.mark.parametrize("task", ["save", "restore"])
@@ -257,15 +203,6 @@ def last():
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="this system has no /proc")
-@pytest.mark.parametrize(
-    ("path", "reason"), [("/proc/c", "/proc takes no new files"), ("/dev/null/c", "/dev/null is no folder")]
-)
-def test_a_place_where_nothing_can_be_written_is_named(path: str, reason: str) -> None:
-    with pytest.raises(dflow.CheckpointError, match=f"^{path} cannot be written: {reason}\n"):
-        dflow.save(path, dflow.Variable(1.0, name="v"))
-
-
 def test_what_a_killed_save_left_is_not_listed_as_a_checkpoint(tmp_path: Path) -> None:
     v = dflow.Variable(1.0, name="v")
     dflow.save(tmp_path / "c", v)
@@ -273,25 +210,3 @@ def test_what_a_killed_save_left_is_not_listed_as_a_checkpoint(tmp_path: Path) -
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(dflow.NoCheckpoint, match=r"there are: c(;|$)"):
             dflow.restore(path, v)
-
-
-@pytest.mark.parametrize("is_ours", [False, True])
-def test_a_restore_that_fails_on_one_process_of_a_group_changes_no_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
-) -> None:
-    w, events = dflow.Variable(1.0, name="w"), list[str]()
-    dflow.save(tmp_path / "saved", [w])
-    w.assign(2.0)
-
-    class Group:
-        names = ("worker:0", "worker:1")
-
-        def exchange(self, what: str, text: str, **options: Any) -> list[str]:
-            events.append(what.partition(" (")[2])
-            return [text, "" if is_ours else '[2, "its disk is gone"]']
-
-    monkeypatch.setattr(restoring, "group_of", lambda variables: Group())
-    saved = tmp_path / ("other" if is_ours else "saved")
-    with pytest.raises(dflow.CheckpointError, match="other" if is_ours else "worker:1: its disk is gone"):
-        dflow.restore(saved, [w])
-    assert (w.read(), events) == (2.0, ["values read)"])
