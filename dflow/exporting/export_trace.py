@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import CodeType
@@ -31,15 +31,6 @@ _VARIADIC = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of an export; see `dflow.export`."""
-
-    platforms: tuple[str, ...]
-    vjp_order: int
-    disabled_checks: tuple[jax.export.DisabledSafetyCheck, ...]
-
-
-@dataclass(frozen=True)
 class TracedExport:
     """A traced function: its signature, its pure form, and its program as an object and as bytes."""
 
@@ -51,17 +42,25 @@ class TracedExport:
     variables: Mapping[str, Variable]
 
 
+#: `make` with the options of an export.
+Trace = Callable[..., TracedExport]
+
+
 def make(
     name: str,
     fn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: Options,
     names: Mapping[str, Any] | None = None,
+    *,
+    platforms: tuple[str, ...],
+    vjp_order: int,
+    disabled_checks: tuple[jax.export.DisabledSafetyCheck, ...],
 ) -> TracedExport:
     """Trace `fn` for these types of arguments, and lower it to a program. Raises ExportError.
 
     names  of large arrays that the function closes over; by default those in its code
+    The others are as for `dflow.export`.
     """
     if not callable(fn):
         raise ExportError(
@@ -84,7 +83,7 @@ def make(
     constants = _constants(_names_seen_by(fn) if names is None else names, constants_within(jaxpr, consts))
     pure = pure_program(name, jaxpr, consts, constants, arguments_of(parameters), types, result)
     with _naming_open_sizes(name, (args, kwargs)):
-        program, content = exported(pure, options.platforms, options.disabled_checks, options.vjp_order)
+        program, content = exported(pure, platforms, disabled_checks, vjp_order)
     results = jax.tree_util.tree_unflatten(looked.out_tree, [None] * looked.out_tree.num_leaves)
     returned = filter(is_variable, jax.tree_util.tree_leaves(results, is_leaf=is_variable))
     signature = FunctionSignature(
@@ -94,8 +93,8 @@ def make(
         variables=[variable.name for variable in pure.variables],
         writes=[variable.name for variable in pure.written],
         constants={},
-        platforms=list(options.platforms),
-        vjp_order=options.vjp_order,
+        platforms=list(platforms),
+        vjp_order=vjp_order,
         calling_convention_version=program.calling_convention_version,
         size_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,24 +19,12 @@ from dflow.exporting.export_manifest import (
     PartEntry,
     VariableEntry,
     and_list,
-    listing,
     signature_refusal,
 )
-from dflow.exporting.export_saving import ExportContent
-from dflow.exporting.export_trace import Options, TracedExport, make
-from dflow.exporting.small_weights import (
-    FORMS,
-    WeightForm,
-    WeightReport,
-    differences,
-    kept_as_they_are,
-    results_of,
-    size_of,
-    with_small_weights,
-)
-from dflow.lowering.files.locations import location_of
+from dflow.exporting.export_trace import Trace, TracedExport, make
+from dflow.exporting.savable_functions import SavableFunctions
+from dflow.exporting.small_weights import FORMS, WeightForm, WeightReport, report, with_small_weights
 from dflow.lowering.programs.export import exported
-from dflow.lowering.programs.portable_tree import leaves_of
 from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
 from dflow.tracing.errors import ExportError
 from dflow.tracing.ir.types import array_type_of
@@ -47,68 +33,6 @@ from dflow.tracing.near_names import keywords_of, refuse_keywords
 from dflow.tracing.rows.slices import ArrayPart, have_each_once
 from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
-
-
-@dataclass(repr=False, eq=False)
-class SavableFunctions:
-    """Functions and their variables, with all that a directory of them holds, by name."""
-
-    _manifest: ExportManifest
-    _programs: Mapping[str, jax.export.Exported]
-    _contents: Mapping[str, bytes]
-    #: The variables of all functions, by the names under which they are exported.
-    variables: dict[str, Variable]
-    _constants: Mapping[str, Any]
-
-    @property
-    def signatures(self) -> tuple[str, ...]:
-        """The names of the functions."""
-        return tuple(self._manifest.signatures)
-
-    def signature_of(self, name: str) -> FunctionSignature:
-        """Return the parameters, results and variables of a function. Raises ExportError for an unknown name."""
-        return self._manifest.signatures[self._chosen(name)]
-
-    def save(self, path: Any, *, overwrite: bool = False) -> Path:
-        """Write a directory for `dflow.load`, with the current values of the variables; return its path.
-
-        The directory appears complete or not at all. Variables of `AllReduce` are saved as by `dflow.save`: by all
-        workers, or by worker 0 alone if each has whole values. Raises CheckpointExists if `path` exists; but with
-        `overwrite=True`, an existing export is replaced. Raises ExportError for a URL of an object store.
-        """
-        location = location_of(os.fsdecode(path))
-        if not isinstance(location, Path):
-            raise ExportError(f"save: expected a local path, got {location}", "save it here, and copy the directory")
-        content = ExportContent(self._manifest, self._contents, self.variables, self._constants)
-        content.save(location, overwrite=overwrite, origins=self._origins())
-        return location
-
-    def _origins(self) -> Iterable[Variable]:
-        """Return the variables that others stand for."""
-        return ()
-
-    def mlir_module(self, signature: str | None = None) -> str:
-        """Return the StableHLO text of a function; its name is needed if there are several.
-
-        Raises ExportError for an unknown or missing name.
-        """
-        return str(self._programs[self._chosen(signature)].mlir_module())
-
-    def _chosen(self, name: str | None) -> str:
-        """Return `name`, or the only function's name. Raises ExportError, listing the functions, for any other name."""
-        among = self.signatures
-        if name is None and len(among) == 1:
-            return among[0]
-        if name is None or name not in among:
-            wrong = f"there is no function {name!r}" if name is not None else f"there are {len(among)} functions"
-            raise ExportError(wrong, f"name one of {', '.join(among)}")
-        return name
-
-    def __str__(self) -> str:
-        return listing(self._manifest)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {', '.join(self.signatures)}>"
 
 
 class Exported(SavableFunctions):
@@ -155,13 +79,7 @@ class Exported(SavableFunctions):
             raise ExportError(
                 "accuracy compares smaller weights, and none were asked for", "give weights to dflow.export"
             )
-        name = self._chosen(signature)
-        before, after = self._before[name], self._made[name]
-        outputs = [path for path, _ in leaves_of(after.signature.result, "result")]
-        errors = differences(outputs, results_of(before, args, kwargs), results_of(after, args, kwargs))
-        kept = kept_as_they_are(self._before.values(), self._form)
-        was = {held: None for one in self._before.values() for held in one.variables.values()}
-        return WeightReport(self._form, size_of(was), size_of(self.variables.values()), errors, kept)
+        return report(self._form, self._before, self._made, self._chosen(signature), args, kwargs)
 
     def _origins(self) -> Iterable[Variable]:
         return (held for one in (self._before or {}).values() for held in one.variables.values())
@@ -255,25 +173,21 @@ def export(
         raise ExportError(
             f"weights: expected one of {', '.join(FORMS)}, got {weights!r}", "give one of these, or leave it out"
         )
-    options = Options(tuple(platforms), vjp_order, tuple(disabled_checks))
+    trace = partial(make, platforms=tuple(platforms), vjp_order=vjp_order, disabled_checks=tuple(disabled_checks))
     if not isinstance(fn, Mapping):
         if callable(fn):
             refuse_keywords("export", named_specs, [*_OPTIONS, *keywords_of(fn, named_specs)], _OPTIONS)
-        return _exported({_name_of(fn): make(_name_of(fn), fn, specs, named_specs, options)}, weights, options)
+        return _exported({_name_of(fn): trace(_name_of(fn), fn, specs, named_specs)}, weights, trace)
     if specs or named_specs or not fn:
         what = "arguments are given beside them" if fn else "there is none"
         raise ExportError(
             f"functions are exported by name, and {what}", "give each its own: dflow.export({'serve': (fn, *specs)})"
         )
-    return _exported(
-        {_checked_name(name): _given(name, given, options) for name, given in fn.items()}, weights, options
-    )
+    return _exported({_checked_name(name): _given(name, given, trace) for name, given in fn.items()}, weights, trace)
 
 
-def _exported(made: Mapping[str, TracedExport], weights: WeightForm | None, options: Options) -> Exported:
-    if weights is None:
-        return Exported(made)
-    return Exported(with_small_weights(made, weights, options), made, weights)
+def _exported(made: Mapping[str, TracedExport], weights: WeightForm | None, trace: Trace) -> Exported:
+    return Exported(made) if weights is None else Exported(with_small_weights(made, weights, trace), made, weights)
 
 
 def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -318,8 +232,8 @@ def _checked_name(name: Any) -> str:
     return str(name)
 
 
-def _given(name: str, given: Any, options: Options) -> TracedExport:
+def _given(name: str, given: Any, trace: Trace) -> TracedExport:
     if isinstance(given, Exported):
         return given._made[given._chosen(None)]
     fn, *specs = given if isinstance(given, tuple) and given else (given,)
-    return make(name, fn, tuple(specs), {}, options)
+    return trace(name, fn, tuple(specs), {})

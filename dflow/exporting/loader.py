@@ -38,7 +38,7 @@ from dflow.exporting.export_manifest import (
     wide_arrays,
 )
 from dflow.exporting.exported_call import compiled, python_signature, result_of
-from dflow.exporting.exporter import SavableFunctions
+from dflow.exporting.savable_functions import SavableFunctions
 from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.programs.foreign_program import RefusedCall, bytecode_reader, read_program
 from dflow.lowering.programs.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, plain

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 
 from dflow.exporting.export_manifest import arguments_of
-from dflow.exporting.export_trace import Options, TracedExport, make
+from dflow.exporting.export_trace import Trace, TracedExport
 from dflow.exporting.exported_call import compiled, program_arguments, result_leaves, result_of
 from dflow.lowering.files.whole_arrays import whole_here
 from dflow.lowering.local import LocalHome
-from dflow.lowering.programs.portable_tree import Held, Tree, build, parts_of
+from dflow.lowering.programs.portable_tree import Held, Tree, build, leaves_of, parts_of
 from dflow.tracing.errors import ExportError
 from dflow.tracing.rows.scaled_rows import ScaledRows
 from dflow.tracing.state.container import outside_containers
@@ -54,7 +54,7 @@ class SmallWeight:
         return (self.small.read().astype(jnp.float32) * self.scale.read()).astype(self.dtype)
 
 
-def with_small_weights(made: Mapping[str, TracedExport], form: WeightForm, options: Options) -> dict[str, TracedExport]:
+def with_small_weights(made: Mapping[str, TracedExport], form: WeightForm, trace: Trace) -> dict[str, TracedExport]:
     """Return the functions over smaller variables, which have the present values. Raises ExportError."""
     taken = {name for one in made.values() for name in one.variables}
     # Their own home: on a cluster a name is one variable, so a second export would get the values of the first.
@@ -68,7 +68,7 @@ def with_small_weights(made: Mapping[str, TracedExport], form: WeightForm, optio
             f"got {_by_reason(kept) or 'none'}",
             "leave weights out, or export the functions that write variables separately",
         )
-    return {name: _over(name, one, smaller, options) for name, one in made.items()}
+    return {name: _over(name, one, smaller, trace) for name, one in made.items()}
 
 
 def kept_as_they_are(functions: Iterable[TracedExport], form: WeightForm) -> dict[str, str]:
@@ -133,7 +133,7 @@ def _made_smaller(variable: Variable, form: WeightForm, taken: set[str]) -> Smal
     return SmallWeight(held(small, form), held(scale, "scale"), dtype, is_table)
 
 
-def _over(name: str, one: TracedExport, smaller: Mapping[Variable, SmallWeight], options: Options) -> TracedExport:
+def _over(name: str, one: TracedExport, smaller: Mapping[Variable, SmallWeight], trace: Trace) -> TracedExport:
     """Return the function, traced again over the smaller variables."""
     signature, pure = one.signature, one.pure
     readers = {variable.name: smaller.get(variable, variable) for variable in pure.variables}
@@ -147,7 +147,7 @@ def _over(name: str, one: TracedExport, smaller: Mapping[Variable, SmallWeight],
         return result_of(signature, results, one.variables)
 
     args, named = build(arguments_of(signature.parameters), (type.strong.struct for type in pure.types))
-    again = make(name, compiled(name, signature, run), args, named, options, pure.constants)
+    again = trace(name, compiled(name, signature, run), args, named, pure.constants)
     return replace(again, signature=msgspec.structs.replace(again.signature, fixed=signature.fixed))
 
 
@@ -186,25 +186,34 @@ def _by_reason(kept: Mapping[str, str]) -> str:
     )
 
 
-def size_of(variables: Iterable[Variable]) -> int:
-    return sum(int(np.prod(one.type.shape, dtype=np.int64)) * np.dtype(one.dtype).itemsize for one in variables)
+def report(
+    form: WeightForm,
+    before: Mapping[str, TracedExport],
+    after: Mapping[str, TracedExport],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> WeightReport:
+    """Compare the function `name` of an export with weights of this form with the function as it was."""
+    errors = {}
+    outputs = [path for path, _ in leaves_of(after[name].signature.result, "result")]
+    results = (_results_of(made[name], args, kwargs) for made in (before, after))
+    for output, *pair in zip(outputs, *results, strict=True):
+        old, new = (np.asarray(each).astype(np.float64) for each in pair)
+        apart = np.abs(old - new)
+        errors[output] = (float(apart.max(initial=0)), float(apart.mean()), float(np.abs(old).max(initial=0)))
+    kept = kept_as_they_are(before.values(), form)
+    return WeightReport(form, _size_bytes(before.values()), _size_bytes(after.values()), errors, kept)
 
 
-def results_of(one: TracedExport, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _size_bytes(functions: Iterable[TracedExport]) -> int:
+    variables = {variable for one in functions for variable in one.variables.values()}
+    return sum(variable.type.size_bytes for variable in variables)
+
+
+def _results_of(one: TracedExport, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arrays that a function gives for these arguments, without changing its variables."""
     plain_args, plain_kwargs = jax.tree_util.tree_map(jnp.asarray, program_arguments(one.signature, args, kwargs))
     values = {variable.name: variable.read() for variable in one.pure.variables}
     results, *_ = jax.jit(one.program.call)(values, dict(one.pure.constants), *plain_args, **plain_kwargs)
     return result_leaves(one.signature, results)
-
-
-def differences(
-    names: Sequence[str], before: Sequence[Any], after: Sequence[Any]
-) -> dict[str, tuple[float, float, float]]:
-    """Return by output the largest and the mean absolute difference, and the largest absolute value before."""
-    found = {}
-    for name, a, b in zip(names, before, after, strict=True):
-        old, new = (np.asarray(each).astype(np.float64) for each in (a, b))
-        apart = np.abs(old - new)
-        found[name] = (float(apart.max(initial=0)), float(apart.mean()), float(np.abs(old).max(initial=0)))
-    return found

@@ -135,16 +135,16 @@ def save_together(
     what         description of the save, the same on all processes
     channel      as for `ProcessGroup.exchange`
     opened       gives the empty folder, which is in place after it; used, as `make_paths` and `finish`, on rank 0 only
-    make_paths  returns the paths of all arrays in the folder
+    make_paths   returns the paths of all arrays in the folder
     finish       called when all parts are written
     timeout_s    longest wait for the other processes
     raises       CheckpointError on all processes when one of them fails
     """
     if group is None:
         with opened as folder:
-            places = make_places(folder)
-            write_parts(folder, places)
-            finish(folder, places)
+            paths = make_paths(folder)
+            write_parts(folder, paths)
+            finish(folder, paths)
         return
 
     def tell(event: str, word: str = "") -> list[str]:
