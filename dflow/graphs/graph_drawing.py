@@ -87,7 +87,7 @@ def drawing_of(graph: Graph) -> Drawing:
     if len(runs) > MOST_BOXES:
         note = f"the first {MOST_BOXES} of {len(runs)} boxes, for {len(graph.nodes)} ops; print the graph to see all"
         runs = runs[:MOST_BOXES]
-    return _Drawer(graph, runs, first_reads, note).drawing()
+    return _drawing(graph, runs, first_reads, note)
 
 
 def _first_reads(graph: Graph) -> dict[Value, Value]:
@@ -101,8 +101,7 @@ def _first_reads(graph: Graph) -> dict[Value, Value]:
     return found
 
 
-@dataclass(frozen=True)
-class OpGroup:
+class OpGroup(NamedTuple):
     """Consecutive ops that share a box titled `name`; empty for a single op."""
 
     name: str
@@ -139,56 +138,46 @@ def _scope(node: Node) -> str:
     return next(iter(scope_path(node)), "")
 
 
-class _Drawer:
-    def __init__(self, graph: Graph, runs: list[OpGroup], first_reads: Mapping[Value, Value], note: str) -> None:
-        self._graph = graph
-        self._runs = runs
-        self._first_reads = first_reads
-        self._note = note
-        counts = Counter(value for run in runs for value in _taken(run))
-        self._aside = {value for value, count in counts.items() if count > MOST_TAKERS} | {*graph.refs}
+def _drawing(graph: Graph, runs: Sequence[OpGroup], first_reads: Mapping[Value, Value], note: str) -> Drawing:
+    counts = Counter(value for run in runs for value in _taken(run))
+    aside = {value for value, count in counts.items() if count > MOST_TAKERS} | {*graph.refs}
+    inputs = [value for value in graph.inputs if not value.is_variable and value not in aside]
+    boxes = [Box("input", f"%{value.name}", str(value.type), (repr(value),)) for value in inputs]
+    made = dict(zip(inputs, itertools.count(), strict=False))
+    edges: list[Edge] = []
 
-    def drawing(self) -> Drawing:
-        inputs = [value for value in self._graph.inputs if not value.is_variable and value not in self._aside]
-        boxes = [Box("input", f"%{value.name}", str(value.type), (repr(value),)) for value in inputs]
-        made = dict(zip(inputs, itertools.count(), strict=False))
-        edges: list[Edge] = []
-        for run in self._runs:
-            edges += self._edges(_taken(run), made, len(boxes))
-            made.update((value, len(boxes)) for node in run.nodes for value in node.outputs)
-            boxes.append(self._box(run))
-        first = len(inputs)
-        edges += (
-            Edge(first + before, first + after, None) for before, after in orders([run.nodes for run in self._runs])
-        )
-        for index, value in enumerate(value for value in self._graph.outputs if isinstance(value, Value)):
-            edges += self._edges([value], made, len(boxes))
-            boxes.append(Box("output", f"return {index}", str(value.type), (repr(value),), takes=self._names([value])))
-        aside = [_where(value) for value in (*self._graph.inputs, *made) if value in self._aside]
-        return Drawing(tuple(boxes), tuple(edges), tuple(aside), self._note)
+    def join(taken: Sequence[Value]) -> tuple[str, ...]:
+        """Add the edges to the next box, which takes these values; return the names of those without an edge."""
+        drawn = (value for value in taken if value in made and value not in aside)
+        edges.extend(Edge(made[value], len(boxes), f"%{value.name}") for value in drawn)
+        named = (first_reads.get(value, value) for value in taken)
+        return tuple(dict.fromkeys(f"%{value.name}" for value in named if value in aside))
 
-    def _edges(self, taken: Sequence[Value], made: Mapping[Value, int], target: int) -> list[Edge]:
-        return [
-            Edge(made[value], target, f"%{value.name}") for value in taken if value in made and value not in self._aside
-        ]
+    for run in runs:
+        takes = join(_taken(run))
+        made.update((value, len(boxes)) for node in run.nodes for value in node.outputs)
+        boxes.append(_box(run, takes))
+    first = len(inputs)
+    edges += (Edge(first + before, first + after, None) for before, after in orders([run.nodes for run in runs]))
+    for index, value in enumerate(value for value in graph.outputs if isinstance(value, Value)):
+        boxes.append(Box("output", f"return {index}", str(value.type), (repr(value),), takes=join([value])))
+    listed = [_where(value) for value in (*graph.inputs, *made) if value in aside]
+    return Drawing(tuple(boxes), tuple(edges), tuple(listed), note)
 
-    def _box(self, run: OpGroup) -> Box:
-        told = [_told(node) for node in run.nodes[:_MOST_TOLD]]
-        more = len(run.nodes) - len(told)
-        devices = {device_of(node) for node in run.nodes}
-        return Box(
-            "group" if run.name or _holds_body(run.nodes[0]) else "op",
-            run.name or title_of(run.nodes[0]),
-            f"{len(run.nodes)} ops" if run.name else _results(run.nodes[0]),
-            (*told, *([f"and {more} more"] if more else [])),
-            devices.pop() if len(devices) == 1 else "several devices",
-            any(node.must_run for node in run.nodes),
-            self._names(_taken(run)),
-        )
 
-    def _names(self, values: Sequence[Value]) -> tuple[str, ...]:
-        named = (self._first_reads.get(value, value) for value in values)
-        return tuple(dict.fromkeys(f"%{value.name}" for value in named if value in self._aside))
+def _box(run: OpGroup, takes: tuple[str, ...]) -> Box:
+    told = [_told(node) for node in run.nodes[:_MOST_TOLD]]
+    more = len(run.nodes) - len(told)
+    devices = {device_of(node) for node in run.nodes}
+    return Box(
+        "group" if run.name or _holds_body(run.nodes[0]) else "op",
+        run.name or title_of(run.nodes[0]),
+        f"{len(run.nodes)} ops" if run.name else _results(run.nodes[0]),
+        (*told, *([f"and {more} more"] if more else [])),
+        devices.pop() if len(devices) == 1 else "several devices",
+        any(node.must_run for node in run.nodes),
+        takes,
+    )
 
 
 def _taken(run: OpGroup) -> list[Value]:
