@@ -278,27 +278,21 @@ def test_a_task_writes_the_values_that_it_captured_until_the_capture_ends(
         handled(checkpoints, saving(tmp_path / BEGUN.replace("0", "1")))
 
 
-def test_a_capture_of_a_worker_that_has_left_is_freed(checkpoints: TaskCheckpoints) -> None:
+def test_what_a_worker_that_has_left_captured_or_read_is_freed(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
+    write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
+    id = read_arrays(tmp_path / "c").id
     for worker in ("/job:worker/task:0", "/job:worker/task:9"):
         handled(checkpoints, CaptureVariables(worker, 1, ("w",)))
-    assert [*checkpoints._captured] == [("/job:worker/task:0", 1)]
+        handled(checkpoints, ReadCheckpoint(worker, 1, str(tmp_path / "c"), id, {"w": "w"}))
+    assert [*checkpoints._captured] == [*checkpoints._read] == [("/job:worker/task:0", 1)]
     checkpoints.left("/job:worker/task:0")
     assert not checkpoints._captured
+    assert not checkpoints._read
 
 
 def test_a_save_frees_what_the_tasks_captured(memory: MemoryCluster, worker: Cluster, tmp_path: Path) -> None:
     dflow.save(tmp_path / "c", program(worker).state)
     assert not any(part_of(task.server, TaskCheckpoints)._captured for task in memory.tasks.values())
-
-
-def test_a_restore_of_a_worker_that_has_left_is_let_go_of(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
-    write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
-    id = read_arrays(tmp_path / "c").id
-    for worker in ("/job:worker/task:0", "/job:worker/task:9"):
-        handled(checkpoints, ReadCheckpoint(worker, 1, str(tmp_path / "c"), id, {"w": "w"}))
-    assert [*checkpoints._read] == [("/job:worker/task:0", 1)]
-    checkpoints.left("/job:worker/task:0")
-    assert not checkpoints._read
 
 
 def test_a_restore_that_ends_while_its_values_are_read_keeps_none(
