@@ -39,7 +39,7 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _MOST_BYTES = 1 << 20
 
 
-class Saved(msgspec.Struct, frozen=True):
+class ManagerMetadata(msgspec.Struct, frozen=True):
     """What a manager writes into the metadata of a checkpoint, as `manager`; the fields are those of `Checkpoint`."""
 
     time_s: float
@@ -84,7 +84,7 @@ class CheckpointFolder:
         path = str(location) if isinstance(location, ObjectPath) else location
         saved = read_manifest(location).metadata.get("manager")
         try:
-            about = msgspec.convert(saved, Saved)
+            about = msgspec.convert(saved, ManagerMetadata)
         except msgspec.ValidationError:  # `dflow.save` wrote it
             time_s = os.stat(path / MANIFEST).st_mtime if isinstance(path, Path) else math.nan
             return Checkpoint(step, path, time_s, {}, is_managed=False)

@@ -26,7 +26,7 @@ from dflow.lowering.files.owned_folder import whole_location
 from dflow.tracing.errors import CheckpointError, DflowError
 from dflow.tracing.near_names import did_you_mean, suggests_keywords
 from dflow.training.background_save import BackgroundSave
-from dflow.training.checkpoint_folder import CheckpointFolder, Saved, this_process
+from dflow.training.checkpoint_folder import CheckpointFolder, ManagerMetadata, this_process
 from dflow.training.group_saving import check_seen
 from dflow.training.named_arrays import Names, named_variables
 from dflow.training.resuming import resume
@@ -221,7 +221,7 @@ class CheckpointManager:
         number = self._checked_step(step)
         began_s = time.monotonic()
         ran_s = self._ran_s + began_s - self._started_s
-        about = Saved(time.time(), self._checked_metrics(metrics), ran_s, {**(extra or {})})
+        about = ManagerMetadata(time.time(), self._checked_metrics(metrics), ran_s, {**(extra or {})})
         metadata = {"manager": msgspec.to_builtins(about)}
         with ExitStack() as stack:
             channel, what = f"the saves in {self._folder.path}", f"the save of {self._folder.location(number)}"

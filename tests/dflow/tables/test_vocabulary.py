@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -79,6 +80,28 @@ def test_a_cluster_does_as_the_model() -> None:
         check(made, model)
         # Of each id 8 bytes there, and a row in each direction, for at most 24 ids in a step; and some numbers.
         assert sum(edge.size_bytes for edge in sent) <= 8 * 2 * (24 * (8 + 12) + 64)
+
+
+def test_training_goes_on_after_a_restore_onto_other_shards(tmp_path: Path) -> None:
+    config, draw = dflow.Vocabulary("lru", 2, bucket=2), np.random.default_rng(0)
+    with dflow.container("first"):
+        saved = GrowingTable(config, 20, shards=2, name="saved")
+    with dflow.container("second"):
+        other = GrowingTable(config, 20, shards=1, name="saved")
+    for made, count in ((saved, 12), (other, 3)):
+        for _ in range(count):
+            made.train(draw.integers(0, 30, 6))
+    dflow.save(tmp_path / "saved", {"table": saved.table, "optimizer": saved.optimizer})
+    state = {"table": other.table, "optimizer": other.optimizer}
+    report = dflow.restore(tmp_path / "saved", state, names=lambda name: name.replace("second/", "first/"))
+    own = {f"first/saved{kind}" for kind in ("", "/ids", "/born", "/seen", "/sightings")}
+    assert {*report.restored} == own | {"first/saved/optimizer/0/sum_of_squares/saved"}
+    evicted = saved.table.counts().evicted
+    for ids in draw.integers(0, 30, (8, 6)):
+        np.testing.assert_allclose(saved.table(ids), other.table(ids), rtol=1e-6)
+        np.testing.assert_allclose(saved.train(ids), other.train(ids), rtol=1e-6)
+        assert saved.owners() == other.owners()
+    assert saved.table.counts().evicted > evicted
 
 
 def test_a_new_id_begins_with_initial_rows() -> None:

@@ -169,35 +169,3 @@ def test_an_id_of_a_synchronous_step_is_there_after_the_update() -> None:
     optimizer.apply_mean(([jax.tree.map(lambda _: zeros + 1, table)], {}))
     np.testing.assert_allclose(table.read() - fresh, [[0, 0], [-1, -1]], rtol=1e-6)
     assert table.find([OTHER]).shards[0].rows.tolist() == [0]
-
-
-def test_workers_of_a_run_give_each_id_one_row(workers: list[Any]) -> None:
-    def train(worker: Any) -> dflow.Embedding:
-        with worker.parameter_servers():
-            table = dflow.Embedding(12, 2, vocabulary=dflow.Vocabulary(bucket=4), name="shared")
-            optimizer = dflow.Optimizer(optax.adagrad(RATE), [table], name="adagrad")
-
-        @dflow.jit
-        def step(ids: dflow.WideIds) -> None:
-            found = table.find(ids)
-
-            def loss() -> Any:
-                return (table(found) ** 2).mean()
-
-            optimizer.apply(dflow.grad(loss, [table])(), found=found)
-
-        draw = np.random.default_rng(workers.index(worker))
-        batches = (dflow.wide_ids(draw.integers(0, 20, 6)) for _ in itertools.count())
-        assert all(
-            result is None for result in dflow.distributed.Async(worker).run(step, batches, steps=30, name="run")
-        )
-        return table
-
-    with ThreadPoolExecutor(2) as threads:
-        [table, _] = threads.map(train, workers)
-    saved = table.shards[0].hooks.saved
-    owned = saved["ids"].read()[jnp.flatnonzero(saved["born"].read())]
-    assert len(owned) == len({*map(tuple, owned.tolist())}) == 12
-    counts = table.counts()
-    assert counts.admitted == counts.evicted + 12
-    assert np.isfinite(table.read()).all()

@@ -1,4 +1,4 @@
-"""`dflow.Optimizer` against optax on arrays, for dicts and Flax parameters; its slots and its errors."""
+"""`dflow.Optimizer`: structures of variables, slots and their names, its own name, and errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import dflow
 from dflow.tracing.errors import GraphTypeError, VariableError
+from dflow.training.optimizer import derived_name
+from tests.effort import examples
 
 HERE = Path(__file__).name
 
@@ -150,3 +154,28 @@ def test_parameters_may_be_in_a_class_that_checks_them() -> None:
     opt = dflow.Optimizer(optax.adam(0.1), layer)
     opt.apply(dflow.grad(lambda: jnp.sum(layer.weight**2), layer)())
     np.testing.assert_allclose(layer.weight.read(), 0.9 * jnp.ones((2, 2)), rtol=1e-5)
+
+
+# Names that every process derives from the variables.
+
+
+def variables_of(*names: str) -> list[dflow.Variable]:
+    return [dflow.Variable(jnp.zeros(2), name=name) for name in names]
+
+
+def test_every_process_derives_the_same_name() -> None:
+    made = dflow.Optimizer(optax.adam(0.1), variables_of("b", "a"))
+    assert made.slots[0].mu[1].name == "optimizer_c4a78e5b/0/mu/a"
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.lists(st.sampled_from("abcd"), min_size=1, unique=True), st.lists(st.sampled_from("abcd"), min_size=1))
+def test_names_are_equal_for_equal_variables_alone(one: list[str], other: list[str]) -> None:
+    assert (derived_name(variables_of(*one)) == derived_name(variables_of(*other))) is (one == other)
+
+
+def test_a_second_optimizer_of_the_same_variables_has_a_name_of_its_own() -> None:
+    variables = variables_of("w", "b")
+    made = [dflow.Optimizer(optax.adam(0.1), variables) for _ in range(3)]
+    assert [optimizer.name.removeprefix(made[0].name) for optimizer in made] == ["", "_1", "_2"]
+    assert dflow.Optimizer(optax.adam(0.1), variables_of("w", "b")).name == made[0].name
