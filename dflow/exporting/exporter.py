@@ -168,7 +168,9 @@ def export(
     """
     if is_tracing():
         raise ExportError("export is called inside traced code", "call it outside of any function")
-    _check_platforms(platforms)
+    is_list = isinstance(platforms, tuple | list) and len(platforms) > 0
+    if not is_list or not all(platform in LOWERED_PLATFORMS for platform in platforms):
+        raise ExportError(f"platforms={platforms!r}", f"give one or more of {', '.join(LOWERED_PLATFORMS)}, in a list")
     if weights is not None and weights not in FORMS:
         raise ExportError(
             f"weights: expected one of {', '.join(FORMS)}, got {weights!r}", "give one of these, or leave it out"
@@ -212,12 +214,6 @@ def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
 
 #: Scope of all letters in `spec`: JAX does not allow two scopes in one function.
 _SCOPE = jax.export.SymbolicScope()
-
-
-def _check_platforms(platforms: Any) -> None:
-    given = isinstance(platforms, tuple | list) and len(platforms) > 0
-    if not given or not all(platform in LOWERED_PLATFORMS for platform in platforms):
-        raise ExportError(f"platforms={platforms!r}", f"give one or more of {', '.join(LOWERED_PLATFORMS)}, in a list")
 
 
 def _name_of(fn: Any) -> str:

@@ -36,7 +36,8 @@ _TIP = (
 
 def svg(drawing: Drawing) -> str:
     """Return the picture as the text of one `<svg>` element."""
-    drawing = _without_far_edges(drawing)
+    layers = layers_of(len(drawing.boxes), [edge[:2] for edge in drawing.edges])
+    drawing = drawing.without([edge for edge in drawing.edges if layers[edge.target] - layers[edge.source] > _FURTHEST])
     sizes = [_size(box) for box in drawing.boxes]
     layout = laid_out(sizes, [edge[:2] for edge in drawing.edges])
     colours = _colours(drawing.boxes)
@@ -58,11 +59,6 @@ def svg(drawing: Drawing) -> str:
         "</g></svg>",
     ]
     return "\n".join(parts)
-
-
-def _without_far_edges(drawing: Drawing) -> Drawing:
-    layers = layers_of(len(drawing.boxes), [edge[:2] for edge in drawing.edges])
-    return drawing.without([edge for edge in drawing.edges if layers[edge.target] - layers[edge.source] > _FURTHEST])
 
 
 def _lines(box: Box) -> list[tuple[str, str]]:

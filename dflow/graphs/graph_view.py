@@ -86,7 +86,10 @@ class GraphView:
         Groups are name scopes, nested functions and source lines. The page has its script and data in it, and works
         without a network.
         """
-        return _html_page(graph_json(self.graph, self._name), self._name or "graph")
+        data = msgspec.json.encode(graph_json(self.graph, self._name))
+        packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
+        script = files("dflow").joinpath("dashboard/static/graph.js").read_text(encoding="utf-8")
+        return _PAGE.format(title=escape(self._name or "graph"), data=packed, script=script)
 
     def save(self, path: str | Path) -> None:
         """Write `html()` or `svg()` to a file, by its ending. Raises ValueError if that is not .html or .svg."""
@@ -99,11 +102,14 @@ class GraphView:
     _repr_svg_ = svg
 
     def _repr_html_(self) -> str:
-        # Viewers remove the frame from the output of notebooks that they do not trust; these two parts stay.
+        # A frame is a separate document: two graphs share no styles, names or scripts, and a script reaches nothing
+        # outside. Viewers remove it from the output of notebooks that they do not trust; the other two parts stay.
+        style = "width:100%;height:34em;border:1px solid #8886;border-radius:6px;resize:vertical"
+        frame = f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(self.html())}"></iframe>'
         picture = f'<img alt="graph" src="data:image/svg+xml;base64,{base64.b64encode(self.svg().encode()).decode()}">'
         folded = {"picture": picture, "text": f"<pre>{escape(str(self))}</pre>"}
         parts = (f"<details><summary>{name}</summary>{part}</details>" for name, part in folded.items())
-        return _html_frame(self.html()) + "".join(parts)
+        return frame + "".join(parts)
 
     def __str__(self) -> str:
         return text(self.graph)
@@ -125,19 +131,3 @@ def graph(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> GraphView:
     arrays = {value: leaf for value, leaf in inputs if not isinstance(leaf, jax.ShapeDtypeStruct)}
     variables = dict(zip(graph.refs, traced.variables, strict=True))
     return GraphView(graph, variables, arrays, getattr(plain, "__name__", ""))
-
-
-def _html_page(data: Any, title: str) -> str:
-    """Return the page of a graph; `data` is as `graph_json` gives it."""
-    packed = base64.b64encode(gzip.compress(msgspec.json.encode(data), mtime=0)).decode()
-    script = files("dflow").joinpath("dashboard/static/graph.js").read_text(encoding="utf-8")
-    return _PAGE.format(title=escape(title), data=packed, script=script)
-
-
-def _html_frame(page: str) -> str:
-    """Return an element that shows the page in a notebook.
-
-    A frame is a separate document: two graphs share no styles, names or scripts, and a script reaches nothing outside.
-    """
-    style = "width:100%;height:34em;border:1px solid #8886;border-radius:6px;resize:vertical"
-    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(page)}"></iframe>'

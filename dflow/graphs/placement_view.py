@@ -145,7 +145,11 @@ def explain_placement(
     The ops under `dflow.device("auto")` are placed by the search. For each such part, the report has the increase of
     the step's time on the next best device. The first call in a process measures the devices, for about a second.
     """
-    _check_figures(rounds, budget_s)
+    given: object = rounds
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise ValueError(f"rounds is {rounds!r}{at(caller())}\n  give a whole number, 0 for a prediction alone")
+    if budget_s is not None and not 0 < budget_s < float("inf"):
+        raise ValueError(f"budget_s is {budget_s!r}{at(caller())}\n  give a number of seconds above 0, or leave it out")
     if not callable(fn):
         raise TypeError(f"explain_placement was given {fn!r}, which is no function{at(caller())}")
     refuse_keywords("explain_placement", kwargs, [*_OPTIONS, *keywords_of(fn, kwargs)], _OPTIONS)
@@ -168,14 +172,6 @@ def _explained(fn: Callable[..., Any], args: Any, kwargs: Any, rounds: int, budg
         rehearsed.follow(traced, settled(graph, decision))
         measured_s = rehearsed.step_s(args, kwargs, rounds)
     return explained(traced.name, graph, decision, measured_s)
-
-
-def _check_figures(rounds: int, budget_s: float | None) -> None:
-    given: object = rounds
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-        raise ValueError(f"rounds is {rounds!r}{at(caller())}\n  give a whole number, 0 for a prediction alone")
-    if budget_s is not None and not 0 < budget_s < float("inf"):
-        raise ValueError(f"budget_s is {budget_s!r}{at(caller())}\n  give a number of seconds above 0, or leave it out")
 
 
 def explained(name: str, graph: Graph, decision: Decision, measured_s: float | None) -> Placement:

@@ -75,23 +75,17 @@ def changed_rows(
     return _pieces(layout, list(shards), consumer)
 
 
-def _record(records: dict[str, Variable], shards: list[Variable], consumer: str) -> Variable:
-    """The variable that records what a consumer has seen: for each shard the last period, and the marks' life."""
-    if consumer not in records:
-        marks: Any = shards[0].marks
-        zeros = np.zeros((len(shards), 2), np.int32)
-        with outside_containers():
-            records[consumer] = Variable(zeros, name=f"{marks.name}/{consumer}", near=shards[0], trainable=False)
-    return records[consumer]
-
-
 def _pieces(
     layout: ShardLayout, shards: list[Variable], consumer: str
 ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[Any]]]:
     marks: Any = shards[0].marks
     new_piece = functools.cache(lambda room, window: jit(functools.partial(_piece, room, window)))
     end_period, piece, records = _questions.setdefault(marks, (jit(functools.partial(_end_period)), new_piece, {}))
-    record = _record(records, shards, consumer)
+    if consumer not in records:
+        zeros = np.zeros((len(shards), 2), np.int32)  # for each shard the last period seen, and the marks' life
+        with outside_containers():
+            records[consumer] = Variable(zeros, name=f"{marks.name}/{consumer}", near=shards[0], trainable=False)
+    record = records[consumer]
     asked = np.array(end_period(shards, np.asarray(record.read())))
     counts = asked[:, 3].copy()
     largest = max(1, *(shard.shape[0] for shard in shards))

@@ -85,7 +85,7 @@ class Optimizer(GivenOptimizer):
                 "leave it out, or make it floating",
             )
         #: The variables, structured as they were given.
-        self.variables: Any = tree.unflatten(self._variables)
+        self.variables: Any = self._tree.unflatten(self._variables)
         self._transformation = on_shards(transformation, variables)
         #: Whether the name was given, and not derived.
         self.is_named = name is not None
@@ -126,8 +126,10 @@ class Optimizer(GivenOptimizer):
         given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)
         extra = read(extra)
         applier = current_applier()
-        if extra or applier is not None:
-            self._check_extra(extra)
+        if (extra or applier is not None) and (names := frozenset(extra)) not in self._checked:
+            structs = structs_of(self.variables)
+            check_extra(self._transformation.update, extra, (structs, structs_of(self.slots), structs))
+            self._checked.add(names)
         if applier is not None:
             refuse_examples(given, self._variables)
             applier.apply(self, (self._tree.unflatten(given), as_averaged(extra)))
@@ -231,14 +233,6 @@ class Optimizer(GivenOptimizer):
 
     def _flat(self, gradients: Any) -> list[Any]:
         return flat_gradients(gradients, self._variables, self._tree, self.name, lambda: self._takes_examples)
-
-    def _check_extra(self, extra: dict[str, Any]) -> None:
-        """Check the extra arguments, once for each set of names."""
-        names = frozenset(extra)
-        if names not in self._checked:
-            structs = structs_of(self.variables)
-            check_extra(self._transformation.update, extra, (structs, structs_of(self.slots), structs))
-            self._checked.add(names)
 
     def __repr__(self) -> str:
         count = len(jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable))
