@@ -73,17 +73,6 @@ def with_random_state() -> Program:
     return Program(noisy, [generator.key, key])
 
 
-def with_rows() -> Program:
-    table = dflow.Variable(jnp.arange(12.0).reshape(4, 3), name="table")
-
-    def look_up(indices: Any) -> Any:
-        found = table[indices]
-        table.scatter_add(indices, found * 0.5)
-        return found
-
-    return Program(look_up, [table], (dflow.spec("n", jnp.int32),), [np.array([1, 3], np.int32), np.array([0, 0, 2])])
-
-
 def with_structure() -> Program:
     w = dflow.Variable(jnp.ones(3), name="w")
 
@@ -112,7 +101,6 @@ def with_variables_as_arguments() -> Program:
 PROGRAMS = [
     with_an_optimizer,
     with_random_state,
-    with_rows,
     with_structure,
     with_variables_as_arguments,
 ]
