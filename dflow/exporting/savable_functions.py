@@ -19,8 +19,8 @@ from dflow.exporting.export_format import MANIFEST, VARIABLES, begin, finish
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature, listing
 from dflow.lowering.files.array_files import divided, write_parts
 from dflow.lowering.files.atomic_directory import whole_folder
-from dflow.lowering.files.object_path import Location, ObjectPath
 from dflow.lowering.files.locations import location_of
+from dflow.lowering.files.object_path import Location, ObjectPath
 from dflow.lowering.files.whole_arrays import whole_here
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import ExportError
@@ -136,7 +136,7 @@ class SavableFunctions:
         names = [name for held in arrays.values() for name in held]
         values: dict[str, Any] = {}
         for backend, here in by_backend({name: self.variables[name] for name in names}).items():
-            values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
+            values.update(zip(here, backend.read_together([*here.values()]), strict=True))
         return {
             array: values[array]
             if array not in parts

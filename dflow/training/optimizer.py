@@ -84,8 +84,6 @@ class Optimizer(GivenOptimizer):
                 f"gradient",
                 "leave it out, or make it floating",
             )
-        #: The variables, structured as they were given.
-        self.variables: Any = self._tree.unflatten(self._variables)
         self._transformation = on_shards(transformation, variables)
         #: Whether the name was given, and not derived.
         self.is_named = name is not None
@@ -217,6 +215,11 @@ class Optimizer(GivenOptimizer):
         if name in _APPLIES:
             remedy = f"{at(caller())}\n  write optimizer.apply(gradients), with those of dflow.grad(loss, variables)()"
         raise AttributeError(f"'Optimizer' object has no attribute {name!r}{remedy}", name=name, obj=self)
+
+    @property
+    def variables(self) -> Any:
+        """The variables, structured as they were given."""
+        return self._tree.unflatten(self._variables)
 
     @functools.cached_property
     def _takes_examples(self) -> bool:
