@@ -6,7 +6,7 @@ import argparse
 
 from dflow.cli.cluster_options import ClusterOptions, add_cluster, add_host_names
 from dflow.cli.command import Command
-from dflow.distributed.launching.dashboard_sidecar import SERVING, require_dashboard
+from dflow.distributed.launching.dashboard_address import SERVING, require_dashboard
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.sockets import SocketTransport

@@ -14,11 +14,9 @@ from pathlib import Path
 
 from dflow.cli.command import at_least_one, checked, count
 from dflow.distributed.launching.launch_plan import LaunchPlan
-from dflow.distributed.launching.ray_resources import ray_resources
 from dflow.distributed.launching.shares import even_shares
 from dflow.distributed.launching.ssh_hosts import placed, read_hosts
-from dflow.distributed.launching.task_programs import LaunchTarget
-from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.launching.task_programs import LaunchTarget, ThisMachine
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.tracing.errors import ConfigError
 
@@ -83,6 +81,20 @@ def _ray_options(parser: argparse.ArgumentParser) -> None:
             metavar="NAME=AMOUNT,...",
             help=f"resources of {text}, such as CPU=1,GPU=0.5 (default: CPU=1)",
         )
+
+
+def ray_resources(text: str) -> dict[str, float]:
+    """Parse resources by Ray's names, such as `CPU=1,GPU=0.5,NAME=2`; 1 CPU by default. Raises ValueError."""
+    found = {"CPU": 1.0}
+    for part in text.split(","):
+        name, equals, amount = part.partition("=")
+        try:
+            found[name.strip()] = float(amount)
+        except ValueError:
+            equals = ""
+        if not (name.strip() and equals and found[name.strip()] >= 0):
+            raise ValueError(f"{text!r} states no resources; write them as CPU=1,GPU=0.5 with names of Ray's")
+    return found
 
 
 def _on_ray(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchTarget, str]:

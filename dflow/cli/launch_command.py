@@ -15,7 +15,7 @@ from dflow.cli.cluster_options import add_security
 from dflow.cli.command import Command, add_all_tables, add_seconds, at_least_one, checked, count, job_count
 from dflow.cli.launch_backends import add_backends, backend_of
 from dflow.distributed.detection.cluster_spec import COORDINATOR
-from dflow.distributed.launching.dashboard_sidecar import require_dashboard
+from dflow.distributed.launching.dashboard_address import require_dashboard
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
 from dflow.distributed.launching.restarts import restart_limit
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE

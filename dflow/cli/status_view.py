@@ -89,7 +89,7 @@ def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
     return Group(*(part for table in tables if table.row_count for part in (Text(), table)))
 
 
-class TerminalView:
+class TerminalView(LaunchView):
     """The launcher's display on a terminal: output of the tasks above a table of the tasks and a progress line."""
 
     def __init__(self, live: Live, closing: Closing) -> None:
@@ -124,7 +124,7 @@ class TerminalView:
             self._live.console.print(self._closing(status, ends))
 
 
-class PlainView:
+class PlainView(LaunchView):
     """The launcher's display in a file or a pipe: no colours, no cursor, one progress line every two seconds.
 
     Before the first run, the line counts the tasks that are up. While nothing changes, it is repeated every half
@@ -166,7 +166,7 @@ class LoggedView(LaunchView):
     If the display or the logs cannot be written, as on a full disk, the other continues, and so does the run.
     """
 
-    def __init__(self, view: TerminalView | PlainView, logs: RunLogs) -> None:
+    def __init__(self, view: LaunchView, logs: RunLogs) -> None:
         self._view = view
         self._logs = logs
         self._is_shown = True

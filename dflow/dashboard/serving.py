@@ -17,7 +17,7 @@ from functools import partial
 from dflow.dashboard.looks import LOOK_S
 from dflow.dashboard.server import Dashboard
 from dflow.dashboard.streams import MOST_PAGES
-from dflow.distributed.launching.dashboard_sidecar import require_dashboard
+from dflow.distributed.launching.dashboard_address import require_dashboard
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from dflow.distributed.detection.cluster_file import read_cluster_file
@@ -34,44 +35,38 @@ def detect_here(environment: Mapping[str, str]) -> tuple[Finding, ...]:
     product = ""
     with contextlib.suppress(OSError):
         product = _PRODUCT.read_text().strip()
-    return detect(environment, product, MetadataServer(environment), read_cluster_file)
+    return detect(environment, product, partial(read_metadata, environment), read_cluster_file)
 
 
-class MetadataServer:
-    """Reads attributes of an instance of Google Compute Engine.
+def read_metadata(environment: Mapping[str, str], key: str, timeout_s: float = METADATA_S) -> str | None:
+    """Return an attribute of this instance of Google Compute Engine; None if there is none of that name.
 
-    `timeout_s`  time limit for one attribute, including failed attempts
+    raises  DeadlineExceeded after `timeout_s`, which includes failed attempts
     """
-
-    def __init__(self, environment: Mapping[str, str], timeout_s: float = METADATA_S) -> None:
-        host = environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP") or "metadata.google.internal"
-        self._base = f"http://{host}/computeMetadata/v1/instance/attributes/"
-        self._timeout_s = timeout_s
-        # The server is local to the machine, so a proxy cannot reach it.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def __call__(self, key: str) -> str | None:
-        """Return the attribute; None if there is none of that name. Raises DeadlineExceeded."""
-        request = urllib.request.Request(self._base + key, headers={"Metadata-Flavor": "Google"})
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            left_s = deadline - time.monotonic()
-            try:
-                with self._opener.open(request, timeout=max(min(_ATTEMPT_S, left_s), 0.001)) as answer:
-                    return bytes(answer.read()).decode()
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code == 404:
-                    return None
-                failure: OSError = error
-            except OSError as error:
-                failure = error
-            if time.monotonic() + _PAUSE_S >= deadline:
-                raise DeadlineExceeded(
-                    f"the metadata server did not give {key!r} within {self._timeout_s:g} s: {failure}; "
-                    "say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead"
-                ) from failure
-            time.sleep(_PAUSE_S)
+    host = environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP") or "metadata.google.internal"
+    base = f"http://{host}/computeMetadata/v1/instance/attributes/"
+    request = urllib.request.Request(base + key, headers={"Metadata-Flavor": "Google"})
+    # The server is local to the machine, so a proxy cannot reach it.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            with opener.open(request, timeout=max(min(_ATTEMPT_S, left_s), 0.001)) as answer:
+                return bytes(answer.read()).decode()
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                return None
+            failure: OSError = error
+        except OSError as error:
+            failure = error
+        if time.monotonic() + _PAUSE_S >= deadline:
+            raise DeadlineExceeded(
+                f"the metadata server did not give {key!r} within {timeout_s:g} s: {failure}; "
+                "say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead"
+            ) from failure
+        time.sleep(_PAUSE_S)
 
 
 def own_host(coordinator: str) -> str:

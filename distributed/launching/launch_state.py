@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -28,7 +28,6 @@ WAIT_S = 10.0
 LOGGER = logging.getLogger("dflow")
 _STATE, _LOCK = "coordinator.sqlite", "launch.lock"
 _LAUNCH = f"{SHELL}launch"
-Value = TypeVar("Value")
 
 
 class _LaunchRecord(msgspec.Struct, frozen=True):
@@ -57,10 +56,11 @@ class LaunchState:
             raise
 
     def _begin(self, stock: Mapping[str, int]) -> str:
-        store = SqliteStore(self.path, wait_s=WAIT_S)
-        try:
+        with closing(SqliteStore(self.path, wait_s=WAIT_S)) as store:
             rows = store.load()
-            launch = _decoded(rows, _LAUNCH, _LaunchRecord(""))
+            launch = _LaunchRecord("")
+            if _LAUNCH in rows:
+                launch = msgspec.msgpack.decode(rows[_LAUNCH], type=_LaunchRecord)
             snapshot = None if launch.is_finished else newest_snapshot(rows)
             begun = resumed(rows, snapshot, COORDINATOR_PARTS)
             if snapshot is not None:
@@ -72,8 +72,6 @@ class LaunchState:
                 news = f"{self._folder} has no complete snapshot; the job starts from the beginning"
             changes = replacing(rows, begun)
             store.write([*(Change(*change) for change in changes.items()), self._launch()])
-        finally:
-            store.close()
         return news
 
     def _check(self, launch: _LaunchRecord, snapshot: Snapshot, stock: Mapping[str, int]) -> None:
@@ -103,11 +101,8 @@ class LaunchState:
         Logs a warning if the folder cannot be written: the results are as they are.
         """
         try:
-            store = SqliteStore(self.path, wait_s=WAIT_S)
-            try:
+            with closing(SqliteStore(self.path, wait_s=WAIT_S)) as store:
                 store.write([self._launch(is_finished=True)])
-            finally:
-                store.close()
         except (OSError, ConfigError) as error:
             LOGGER.warning("the next launch at %s goes on with this job, which has finished: %s", self._folder, error)
 
@@ -140,7 +135,3 @@ def _locked(folder: Path) -> OwnerLock | None:
     if lock is None:
         raise ConfigError(f"--snapshots {folder} is used by another launch", "end it, or give another folder")
     return lock
-
-
-def _decoded(rows: Mapping[str, bytes], key: str, default: Value) -> Value:
-    return msgspec.msgpack.decode(rows[key], type=type(default)) if key in rows else default

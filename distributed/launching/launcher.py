@@ -16,6 +16,8 @@ never joined the cluster has failed.
 
 from __future__ import annotations
 
+import builtins
+import re
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,18 +32,17 @@ from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import LISTENING
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.detection.cluster_spec import COORDINATOR
-from dflow.distributed.launching.dashboard_sidecar import NAME as DASHBOARD
-from dflow.distributed.launching.dashboard_sidecar import SERVING, DashboardSidecar
-from dflow.distributed.launching.failure_cause import cause_of
+from dflow.distributed.launching.dashboard_address import SERVING
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.restarts import Restarts
-from dflow.distributed.launching.task_programs import LaunchTarget, Running
+from dflow.distributed.launching.task_programs import LaunchTarget, Running, TaskProgram, ThisMachine
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.distributed.wire.messages.status import GetStatus, Status
+from dflow.tracing import errors
 from dflow.tracing.accepted_faults import NOT_FINITE, SHORT
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
@@ -51,6 +52,11 @@ POLL_S = 0.2
 STATUS_S = 2.0
 #: Time between the signal that ends a process and SIGKILL, in s.
 GRACE_S = 5.0
+DASHBOARD = "dashboard"
+#: Longest cause of an end, in characters.
+LONGEST_CAUSE = 100
+#: The line of an exception in the report of Python: its class, perhaps with the module, and the first line of its text.
+_RAISED = re.compile(r"(?:\w+\.)*([A-Z]\w*)(?:: (.*))?")
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,17 @@ class TaskRow:
 
 
 class LaunchView(Protocol):
-    """The launcher's output; `show_line` and `log_line` are called from any thread, the rest from one."""
+    """The launcher's output; `show_line` and `log_line` are called from any thread, the rest from one.
+
+    A view without logs inherits `log_line`.
+    """
 
     def show_line(self, task: str, line: str) -> None:
         """Show a line that a process printed; `task` is its short name."""
 
     def log_line(self, task: str, line: str) -> None:
         """Keep a line that a process printed in the logs, if there are any, without showing it."""
+        return
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         """Show the run's progress, about five times a second; no status while the coordinator does not answer."""
@@ -87,28 +97,20 @@ def launch(stop: StopSignal, plan: LaunchPlan, target: LaunchTarget, view: Launc
     launched = _Launch(stop, plan, target, view, transport)
     try:
         return launched.run()
-    except _Interrupted as interrupted:
-        view.show_event(f"{interrupted}: ending all processes")
-        launched.end_early(_how_to_go_on(plan))
-        return 130
-    except _Fault as fault:
-        view.show_event(str(fault))
-        launched.end_early(fault.remedy)
-        return 1
+    except _EarlyEnd as end:
+        view.show_event(str(end))
+        launched.end_early(end.remedy)
+        return end.status
     finally:
         launched.end()
 
 
-class _Interrupted(Exception):
-    """SIGINT or SIGTERM arrived."""
+class _EarlyEnd(Exception):
+    """The run cannot continue; the text says why, `remedy` what to do, and `status` is the exit status."""
 
-
-class _Fault(Exception):
-    """The run cannot continue; the text says why, and `remedy` what to do."""
-
-    def __init__(self, why: str, remedy: str = "") -> None:
+    def __init__(self, why: str, remedy: str = "", status: int = 1) -> None:
         super().__init__(why)
-        self.remedy = remedy
+        self.remedy, self.status = remedy, status
 
 
 class _Task:
@@ -144,7 +146,9 @@ class _Launch:
         self._workers = [_Task(task, plan.restarts) for task in plan.workers]
         self._everyone = [self._coordinator, *self._servers, *self._workers]
         self._address = ""
-        self._dashboard: DashboardSidecar | None = None
+        #: The dashboard until its end, which is reported once, and the machine that it runs on.
+        self._dashboard: Running | None = None
+        self._here: ThisMachine | None = None
         self._client: CoordinatorClient | None = None
         self._status: Status | None = None
         #: By life of a task that was started again, how its process ended.
@@ -156,17 +160,20 @@ class _Launch:
         """Start everything, wait for the workers, end the rest, and show the result."""
         self._start_coordinator()
         if self._plan.dashboard:
-            self._dashboard = DashboardSidecar(
-                self._address, self._plan.dashboard, self._plan.everywhere, self._take_dashboards_line
-            )
+            where = ("--coordinator", self._address, "--address", self._plan.dashboard)
+            words = ("-P", "-m", "dflow", "dashboard", *where)
+            program = TaskProgram(DASHBOARD, words, self._plan.everywhere, {"JAX_PLATFORMS": "cpu"})
+            self._here = ThisMachine()
+            self._dashboard = self._here.start(program, self._take_dashboards_line)
         for task in (*self._servers, *self._workers):
             self._start(task)
         while not all(task.is_over for task in self._workers):
             self._wait()
             for task in self._everyone:
                 self._look_at(task)
-            if self._dashboard is not None and (end := self._dashboard.end()):
-                self._view.show_event(f"the dashboard ended: {end}; the run goes on without it")
+            if self._dashboard is not None and (status := self._dashboard.poll()) is not None:
+                self._view.show_event(f"the dashboard ended: {describe_end(status)}; the run goes on without it")
+                self._dashboard = None
             self._poll_status()
         self._poll_status()
         self._end(self._servers)
@@ -198,8 +205,9 @@ class _Launch:
         if self._client is not None:
             self._client.close()
         self._end(self._everyone)
-        if self._dashboard is not None:
-            self._dashboard.close()
+        if self._here is not None:
+            self._end_all([self._dashboard])
+            self._here.close()
         self._target.close()
 
     def _start_coordinator(self) -> None:
@@ -209,7 +217,9 @@ class _Launch:
             self._wait()
             self._look_at(self._coordinator)
             if time.monotonic() > deadline:
-                raise _Fault(f"the coordinator did not say within {START_S:g} s where it listens; see its output above")
+                raise _EarlyEnd(
+                    f"the coordinator did not say within {START_S:g} s where it listens; see its output above"
+                )
         self._view.show_event(f"to watch: dflow status --watch --coordinator {self._address}")
 
     def _start(self, task: _Task) -> None:
@@ -237,7 +247,8 @@ class _Launch:
         """Wait `POLL_S`; raises when a signal arrived."""
         which = self._stop.wait(POLL_S)
         if which is not None:
-            raise _Interrupted(signal.Signals(which).name if which else "a fault")
+            what = signal.Signals(which).name if which else "a fault"
+            raise _EarlyEnd(f"{what}: ending all processes", _how_to_go_on(self._plan), status=130)
 
     def _look_at(self, task: _Task) -> None:
         """Restart the task if its pause is over, or record that its process has ended."""
@@ -280,7 +291,7 @@ class _Launch:
         if not self._is_started_again(task, status or 1):
             last = "".join(f"\n  {line}" for line in tail) or " none"
             task.end = _end_with_cause(status, tail)
-            raise _Fault(
+            raise _EarlyEnd(
                 f"{task.name} ended ({describe_end(status)}) while workers needed it, so the run ends; "
                 f"its last lines:{last}",
                 self._how_to_survive(task),
@@ -342,8 +353,11 @@ class _Launch:
         ]
 
     def _end(self, tasks: Iterable[_Task]) -> None:
-        """End the processes by their signals; by SIGKILL after `GRACE_S`, or when a second signal arrives."""
-        running = [task.running for task in tasks if task.running is not None]
+        self._end_all(task.running for task in tasks)
+
+    def _end_all(self, programs: Iterable[Running | None]) -> None:
+        """End the programs by their signals; by SIGKILL after `GRACE_S`, or when a second signal arrives."""
+        running = [each for each in programs if each is not None]
         for each in running:
             each.terminate()
         deadline = time.monotonic() + GRACE_S
@@ -400,6 +414,21 @@ def _with_ends(status: Status | None, ended: Mapping[int, str]) -> Status | None
         return replace(info, left=ended[info.life]) if is_failed and info.life in ended else info
 
     return replace(status, tasks=tuple(map(known, status.tasks)))
+
+
+def cause_of(lines: Sequence[str]) -> str:
+    """Return the class and the text of the exception that ended a program of Python; empty if it printed none."""
+    for line in reversed(lines):
+        found = _RAISED.fullmatch(line)
+        if found is not None and _is_exception(found[1]):
+            cause = found[1] if not found[2] else f"{found[1]}: {found[2]}"
+            return cause if len(cause) <= LONGEST_CAUSE else f"{cause[: LONGEST_CAUSE - 3]}..."
+    return ""
+
+
+def _is_exception(name: str) -> bool:
+    known = getattr(builtins, name, None) or getattr(errors, name, None)
+    return name.endswith(("Error", "Exception")) or (isinstance(known, type) and issubclass(known, BaseException))
 
 
 def _end_with_cause(status: int, tail: Sequence[str]) -> str:

@@ -32,12 +32,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
-from dflow.distributed.launching.ray_resources import amounts_text
-from dflow.distributed.launching.task_programs import TaskProgram
-from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.launching.task_programs import TaskProgram, ThisMachine
 from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess
 from dflow.distributed.process.parent_watch import end_with_parent
 from dflow.distributed.process.run_folder import write_whole_file
+from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import ConfigError
 
@@ -52,8 +51,6 @@ _HAND_OVER_S = 10.0
 _LAUNCH_ID = "launch.id"
 #: Exit status of a program whose actor is gone without reporting one: that of a killed process.
 _GONE = -9
-#: Environment variables of the launcher that tasks on other nodes need too.
-_HANDED_ON = ("DFLOW_SECRET_FILE", "DFLOW_TLS_CERT", "DFLOW_TLS_KEY", "DFLOW_TLS_CA")
 
 
 class OnRay:
@@ -107,8 +104,9 @@ class OnRay:
             scheduling_strategy=node,
             max_concurrency=4,
         )
-        handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-        environment, defaults = {**handed_on, **program.environment}, dict(program.defaults)
+        # Tasks on other nodes need them too.
+        proofs = {name: os.environ[name] for name in (*CERTIFICATE_VARIABLES, SECRET_VARIABLE) if name in os.environ}
+        environment, defaults = {**proofs, **program.environment}, dict(program.defaults)
         has_part = bool(self._snapshots) and self._snapshots in program.words
         # A script and a server with snapshots leave without a loss; another server would lose its state before it must,
         # and the coordinator has no other node.
@@ -135,10 +133,10 @@ class OnRay:
                 asked[name] += count * amount
         short = {name: amount for name, amount in asked.items() if amount > has.get(name, 0.0)}
         nodes = f"{self._nodes} {'node' if self._nodes == 1 else 'nodes'}"
-        cluster = f"on a Ray cluster of {nodes} with {amounts_text(has)}"
+        cluster = f"on a Ray cluster of {nodes} with {_amounts_text(has)}"
         if not short:
             return cluster
-        return f"{cluster}; the tasks ask for {amounts_text(short)}: those that do not fit wait until it grows"
+        return f"{cluster}; the tasks ask for {_amounts_text(short)}: those that do not fit wait until it grows"
 
     def close(self) -> None:
         """Shut down the connection to Ray, and the cluster if it was started here; nothing if Ray was in use before."""
@@ -237,6 +235,12 @@ class TaskActor:
         with self._changed:
             self._lines.append(line)
             self._changed.notify_all()
+
+
+def _amounts_text(resources: Mapping[str, float]) -> str:
+    """Format amounts for a person, without memory and resources that name a single node."""
+    names = [name for name in sorted(resources) if ":" not in name and "memory" not in name]
+    return ", ".join(f"{name} {resources[name]:g}" for name in names) or "nothing"
 
 
 def _check_seen(task: str, folder: str, launch_id: str) -> None:

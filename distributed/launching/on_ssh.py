@@ -29,8 +29,7 @@ from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.detection.this_host import own_host
 from dflow.distributed.launching.ssh_hosts import HostPart, SshHost
 from dflow.distributed.launching.ssh_task import ENDED, STARTED, TERMINATE, RemoteStart
-from dflow.distributed.launching.task_programs import Running, TaskProgram
-from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.launching.task_programs import Running, TaskProgram, ThisMachine
 from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.loopback import LOOPBACK
@@ -183,7 +182,7 @@ class _OverSsh:
     def poll(self) -> int | None:
         """Return the program's exit status; None while it runs."""
         if self._status is None and (status := self._ssh.poll()) is not None:
-            self._close()
+            self._orders.put(None)
             self._status = self._outcome(status)
         return self._status
 
@@ -193,7 +192,7 @@ class _OverSsh:
 
     def kill(self) -> None:
         """End the program and the processes that it started, and wait until they are gone, at most `_END_S`."""
-        self._close()
+        self._orders.put(None)
         deadline = time.monotonic() + _END_S
         while self._ssh.poll() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -219,9 +218,6 @@ class _OverSsh:
             while (order := self._orders.get()) is not None:
                 while order:
                     order = order[pipe.write(order) :]
-
-    def _close(self) -> None:
-        self._orders.put(None)
 
     def _take(self, line: str) -> None:
         if line == STARTED:

@@ -17,8 +17,7 @@ from contextlib import suppress
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.detection.cluster_spec import COORDINATOR, STOCK_JOB, ClusterSpec, SecuritySource
-from dflow.distributed.launching.task_programs import coordinator_program, stock_program
-from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.launching.task_programs import ThisMachine, coordinator_program, stock_program
 from dflow.distributed.process.child_process import ChildProcess, describe_end
 from dflow.distributed.process.parent_watch import wait_until_ended
 from dflow.distributed.transport.addresses import TcpAddress, parse_address

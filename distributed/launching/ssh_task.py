@@ -26,8 +26,7 @@ from pathlib import Path
 import msgspec
 
 from dflow.distributed.launching.shares import even_shares
-from dflow.distributed.launching.task_programs import TaskProgram
-from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.launching.task_programs import TaskProgram, ThisMachine
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.distributed.process.parent_watch import ORPHANED, wait_until_ended
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
-from dflow.distributed.launching.task_programs import TaskProgram
-from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.launching.task_programs import TaskProgram, ThisMachine
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.tracing.devices.task_name import short_task_name
 from tests.chaos.connections import break_connections

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
@@ -19,7 +18,7 @@ import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.testing import MemoryCluster, memory_cluster
-from dflow.tracing.errors import RemoteError, TaskLost
+from dflow.tracing.errors import RemoteError
 
 DEADLINE_S = 60.0
 
@@ -47,31 +46,6 @@ def held_by(memory: MemoryCluster, worker: Cluster) -> list[tuple[int, int, int,
 
 
 NOTHING = [(0, 0, 0, 0)] * 3
-
-
-def test_a_loop_over_three_tasks_does_what_it_does_alone(memory: MemoryCluster, worker: Cluster) -> None:
-    a, b = two_variables(worker)
-    mine = dflow.Variable(jnp.zeros(3), name="mine")
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        def turn(i: Any, c: Any) -> Any:
-            a.assign(a.read() * 0.5 + b.read())
-            b.assign(b.read() + a.read() / 8)
-            mine.assign_add(a.read() * i)
-            return c + b.read()
-
-        return lax.fori_loop(0, 5, turn, x)
-
-    first, second, third, total = np.ones(3), np.full(3, 2.0), np.zeros(3), np.ones(3)
-    for i in range(5):
-        first = first * 0.5 + second
-        second = second + first / 8
-        third, total = third + first * i, total + second
-    np.testing.assert_allclose(step(jnp.ones(3)), total, rtol=1e-6)
-    for variable, wanted in ((a, first), (b, second), (mine, third)):
-        np.testing.assert_allclose(variable.read(), wanted, rtol=1e-6)
-    assert held_by(memory, worker) == NOTHING
 
 
 def test_loops_within_loops_and_a_test_that_reads_state(memory: MemoryCluster, worker: Cluster) -> None:
@@ -121,35 +95,6 @@ def test_the_gradient_of_a_loop_over_tasks(worker: Cluster) -> None:
     assert {("/job:worker/task:0", "/job:ps/task:0"), ("/job:worker/task:0", "/job:ps/task:1")} & sent
 
 
-def test_training_within_a_loop_over_tasks_does_what_it_does_alone(worker: Cluster) -> None:
-    xs = jax.random.normal(jax.random.key(0), (6, 8, 4))
-
-    def train(cluster: Cluster, name: str) -> Any:
-        with cluster.parameter_servers():
-            first = dflow.Variable(lambda: jnp.full((4, 3), 0.1), name=f"{name}/first")
-            second = dflow.Variable(lambda: jnp.full((3, 4), 0.2), name=f"{name}/second")
-            optimizer = dflow.Optimizer(optax.sgd(0.1, momentum=0.9), [first, second], name=f"{name}/sgd")
-
-        @dflow.jit
-        def steps(xs: Any) -> Any:
-            def one(count: Any, x: Any) -> Any:
-                def loss() -> Any:
-                    return jnp.mean((jnp.tanh(x @ first) @ second - x) ** 2)
-
-                value, gradients = dflow.value_and_grad(loss, [first, second])()
-                optimizer.apply(gradients)
-                return count + 1, value
-
-            return jax.lax.scan(one, 0, xs)
-
-        count, losses = steps(xs)
-        assert int(count) == 6
-        return losses, first.read(), second.read()
-
-    for there, alone in zip(train(worker, "there"), train(dflow.connect(), "alone"), strict=True):
-        np.testing.assert_allclose(there, alone, rtol=1e-4, atol=1e-6)
-
-
 def test_nothing_is_lost_that_others_write_while_a_loop_turns(memory: MemoryCluster) -> None:
     def work(index: int) -> None:
         with closing(memory.worker(index)) as cluster:
@@ -168,19 +113,6 @@ def test_nothing_is_lost_that_others_write_while_a_loop_turns(memory: MemoryClus
         for future in [pool.submit(work, index) for index in range(2)]:
             future.result(DEADLINE_S)
     assert totals == [200.0, 200.0]
-
-
-def test_a_scope_around_a_loop_says_where_it_runs(memory: MemoryCluster, worker: Cluster) -> None:
-    a, _ = two_variables(worker)
-
-    @dflow.jit
-    def step() -> None:
-        with dflow.device("worker:0"):
-            lax.fori_loop(0, 3, lambda i, c: a.assign(a.read() * 3) or c, 0)
-
-    step()
-    np.testing.assert_array_equal(a.read(), [27, 27, 27])
-    assert [(edge.edge, edge.values) for edge in worker.traffic()] != []
 
 
 @pytest.mark.parametrize("failing_turn", [0, 4])
@@ -280,39 +212,3 @@ def test_programs_are_sent_to_a_task_once_whoever_registers_them(
     assert again == [0], "what calls it from where makes no other program of it"
     with closing(memory.worker(1)) as other:
         assert registered_by(other) == [0]
-
-
-def test_a_worker_that_leaves_while_a_loop_turns_leaves_nothing_behind(memory: MemoryCluster) -> None:
-    worker = memory.worker()
-    a, b = two_variables(worker)
-    [task] = [task for task in memory.tasks.values() if a.key in task.server.store]
-    entered, leave = threading.Event(), threading.Event()
-    call, turns = task.server.store.call, 0
-
-    def held(*words: Any) -> Any:
-        nonlocal turns
-        turns += 1
-        if turns == 3:
-            entered.set()
-            assert leave.wait(DEADLINE_S)
-        return call(*words)
-
-    task.server.store.call = held  # type: ignore[method-assign]
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        return lax.fori_loop(0, 50, lambda _, c: a.assign(b.read() + c) or b.assign(a.read() / 2) or c + 1, x)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(step, jnp.ones(3))
-        assert entered.wait(DEADLINE_S)
-        worker.close()
-        with pytest.raises(TaskLost, match="worker/task:0 has left the cluster"):
-            running.result(DEADLINE_S)
-        leave.set()
-    with closing(memory.worker(1)) as other:
-        with other.parameter_servers():
-            one, two = (dflow.Variable(lambda: jnp.zeros(3), name=name) for name in "ab")
-        one.assign(two.read())
-        two.assign(one.read())
-        assert held_by(memory, other)[1:] == NOTHING[1:]

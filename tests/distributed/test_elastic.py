@@ -14,9 +14,7 @@ from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.cluster.stock_task import StockTask
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import join_cluster, start_task
-from dflow.distributed.training.work_messages import ClaimSteps
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages.status import GetStatus
 from dflow.lowering.state.store import Store
 
 SOON_S = 30.0
@@ -80,22 +78,3 @@ def test_a_ps_task_that_joins_later_gets_new_variables_and_the_old_stay_where_th
 
     assert (first.device, second.device) == ("/job:ps/task:0", "/job:ps/task:1")
     np.testing.assert_array_equal(step(jnp.ones(4)), [2, 2, 2, 2])  # type: ignore[arg-type]
-
-
-def test_more_workers_than_were_expected_take_their_share_and_fewer_end_the_run(place: Place) -> None:
-    place.ps(0)
-    workers = [place.worker(index) for index in range(3)]
-    roster = workers[0].coordinator.wait_for_tasks([worker.task for worker in workers], timeout_s=SOON_S)
-    assert roster.expected == ()
-    claims = [worker.coordinator.ask(ClaimSteps("run", worker.task, 30)).steps for worker in workers]
-    assert [len(claim) for claim in claims] == [7, 2, 1]
-    workers[1].close()
-    workers[2].coordinator.ask(ClaimSteps("run", workers[2].task, 30, done=len(claims[2]), more=False))
-    done, claim = [*claims[2]], claims[0]
-    while claim:
-        done += claim
-        claim = workers[0].coordinator.ask(ClaimSteps("run", workers[0].task, 30, done=len(claim))).steps
-    assert sorted(done) == list(range(30))
-    status = workers[0].coordinator.ask(GetStatus())
-    assert status.steps_done == status.steps_total == 30
-    assert [info.left for info in status.tasks] == ["", "", "finished", ""]

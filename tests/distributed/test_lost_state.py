@@ -14,14 +14,7 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.cluster.stock_task import StockTask
-from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings
-from dflow.distributed.coordinator.coordinator_store import MemoryStore
-from dflow.distributed.coordinator_role import make_coordinator
-from dflow.distributed.task_role import join_cluster, start_task
-from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.lowering.state.store import Store
+from dflow.distributed.task_role import start_task
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.errors import TaskLost
@@ -29,8 +22,6 @@ from dflow.tracing.state.resources import is_variable
 from tests.distributed.waiting import until
 
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
-#: Long enough for a live task to reconnect to a coordinator.
-AT_ONCE = CoordinatorSettings(heartbeat_timeout_s=3.0, rejoin_s=0.2, holder_timeout_s=3.0)
 LOST = r"lost: ps:0 left at .* s: .*, and ps:0 has been started again without (it|them)"
 
 
@@ -103,47 +94,6 @@ def test_the_next_process_of_a_task_is_not_filled_from_initialisers(memory: Memo
             with pytest.raises(TaskLost, match=f"variable '{one.name}' is {LOST}"):
                 dflow.Variable(np.zeros(one.shape, one.dtype), name=one.name).read()
     assert "w" not in memory.tasks["ps:0"].server.store
-
-
-def test_a_coordinator_that_was_restarted_meanwhile_knows_what_was_lost() -> None:
-    network, store = MemoryNetwork(), MemoryStore()
-
-    def coordinator() -> Coordinator:
-        return make_coordinator(network, "coordinator", {"ps": 1, "worker": 2}, store=store, settings=AT_ONCE)
-
-    def worker(index: int) -> Cluster:
-        return join_cluster("coordinator", network, job="worker", index=index, store=Store(), address="", settings=SOON)
-
-    def ps() -> StockTask:
-        return start_task(network, task_name("ps", 0), "coordinator", address="")
-
-    def names(cluster: Cluster) -> str:
-        with cluster.parameter_servers():
-            try:
-                return str(dflow.Variable(np.zeros(2, np.float32), name="w").read())
-            except TaskLost as error:
-                return str(error)
-
-    first, held = coordinator(), ps()
-    with closing(worker(0)) as before:
-        assert names(before) == "[0. 0.]"
-        first.close()
-        second = coordinator()
-        with closing(worker(1)) as late:
-            assert names(late) == "[0. 0.]"
-        second.close()
-        held.client.close("killed")
-        held.server.close()
-        third = coordinator()
-        until(lambda: third.status().tasks[0].left_at_s is not None)
-        held = ps()
-        assert "variable 'w' is lost: ps:0 left at" in names(before)
-    third.close()
-    fourth = coordinator()
-    with closing(worker(1)) as late:
-        assert "variable 'w' is lost: ps:0 left at" in names(late)
-    held.close()
-    fourth.close()
 
 
 def test_a_read_whose_task_dies_meanwhile_names_the_task(memory: MemoryCluster) -> None:

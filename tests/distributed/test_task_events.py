@@ -15,8 +15,6 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.lowering.steps.step_events import (
     ITEM_BEGAN,
     ITEM_ENDED,
-    PART_BEGAN,
-    PART_ENDED,
     RECEIVED,
     SENT,
     STEP_BEGAN,
@@ -53,19 +51,6 @@ def events_of_last_step(memory: MemoryCluster, worker: Cluster) -> tuple[list[Ev
     last = max(event.step for event in own if event.what == STEP_BEGAN)
     of_ps = [event for event in others if event.step == last]
     return [event for event in own if event.step == last], of_ps
-
-
-def test_a_step_is_noted_by_whoever_starts_it_and_its_parts_by_whoever_runs_them(
-    memory: MemoryCluster, worker: Cluster
-) -> None:
-    make_step(worker)(jnp.ones(3))
-    own, ps = events_of_last_step(memory, worker)
-    assert own[0].what == STEP_BEGAN
-    assert own[-1].what == STEP_ENDED
-    assert own[-1].text == ""
-    for events in (own, ps):
-        assert {event.origin for event in events} == {WORKER}
-        assert [event.what for event in events if event.what in (PART_BEGAN, PART_ENDED)] == [PART_BEGAN, PART_ENDED]
 
 
 def test_each_item_begins_and_ends_once_with_its_node_and_the_users_line(

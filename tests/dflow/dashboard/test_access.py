@@ -16,7 +16,7 @@ from dflow.cli.certs import init_authority, issue_to, make_secret
 from dflow.dashboard import server as server_file
 from dflow.dashboard.access import POLICY
 from dflow.dashboard.serving import DashboardServer
-from dflow.distributed.launching import dashboard_sidecar
+from dflow.distributed.launching import dashboard_address
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SecurityPolicy
@@ -142,7 +142,7 @@ def test_a_port_in_use_is_an_error() -> None:
 
 
 def test_without_its_packages_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard_sidecar, "PACKAGES", ("starlette", "no_such_package"))
+    monkeypatch.setattr(dashboard_address, "PACKAGES", ("starlette", "no_such_package"))
     with pytest.raises(ConfigError, match=r"got none of no_such_package(.|\n)*pip install 'dflow\[dashboard\]'"):
         DashboardServer(MemoryNetwork(), "memory:1")
 

@@ -27,73 +27,8 @@ from dflow.tracing.errors import (
 SOON = ClusterSettings(join_timeout_s=0.2, request_timeout_s=30.0, step_timeout_s=30.0)
 
 
-def normal(seed: int, *shape: int) -> Callable[[], jax.Array]:
-    return lambda: jax.random.normal(jax.random.key(seed), shape) / np.sqrt(np.prod(shape[:-1]))
-
-
 def zeros(*shape: int) -> Callable[[], jax.Array]:
     return lambda: jnp.zeros(shape)
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "mlp": lambda: {
-        "hidden": {"kernel": normal(0, 64, 16), "bias": zeros(16)},
-        "logits": {"kernel": normal(1, 16, 10), "bias": zeros(10)},
-    },
-    "convnet": lambda: {
-        "conv": {"kernel": normal(0, 3, 3, 1, 4), "bias": zeros(4)},
-        "logits": {"kernel": normal(1, 64, 10), "bias": zeros(10)},
-    },
-}
-
-
-TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
-    "sgd": lambda: optax.sgd(0.1),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-    "clipped adamw": lambda: optax.chain(
-        optax.clip_by_global_norm(0.1), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10))
-    ),
-}
-
-
-def predict(params: Any, images: Any) -> Any:
-    x = images
-    if "conv" in params:
-        numbers = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(x, params["conv"]["kernel"], (2, 2), "SAME", dimension_numbers=numbers)
-        x = jax.nn.relu(x + params["conv"]["bias"])
-    x = x.reshape(x.shape[0], -1)
-    if "hidden" in params:
-        x = jax.nn.relu(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
-    return x @ params["logits"]["kernel"] + params["logits"]["bias"]
-
-
-def train(cluster: Cluster, model_name: str, transformation: str, steps: int = 6) -> tuple[Any, Any, Any]:
-    """Train on fixed batches; return the weights, the optimizer's state and the losses."""
-    name = f"{model_name} {transformation}"
-    with cluster.parameter_servers():
-        model = dflow.variables(MODELS[model_name](), prefix=f"{name}/")
-        optimizer = dflow.Optimizer(TRANSFORMATIONS[transformation](), model, name=f"{name}/opt")
-
-    @dflow.jit
-    def step(images: Any, labels: Any) -> Any:
-        def loss() -> Any:
-            logits = predict(dflow.read(model), images)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-        value, gradients = dflow.value_and_grad(loss, model)()
-        optimizer.apply(gradients)
-        return {"loss": value}
-
-    order = np.random.default_rng(0)
-    batches = [
-        (order.normal(size=(8, 8, 8, 1)).astype(np.float32), order.integers(0, 10, 8).astype(np.int32))
-        for _ in range(steps)
-    ]
-    run = dflow.distributed.Async(cluster).run(step, batches, steps=steps, name=name)
-    losses = [float(metrics["loss"]) for metrics in run]
-    assert len(losses) == steps
-    return jax.device_get(dflow.read(model)), jax.device_get(dflow.read(optimizer.slots)), losses
 
 
 def test_variables_are_spread_and_slots_are_with_what_they_belong_to(worker: Cluster) -> None:
@@ -166,11 +101,6 @@ def aligned_zeros(*shape: int) -> Any:
 def test_a_coordinator_nobody_answers_for() -> None:
     with pytest.raises(DeadlineExceeded, match=r"the coordinator at nowhere could not be reached within 0\.2 s"):
         join_cluster("nowhere", MemoryNetwork(), job="worker", index=0, store=Store(), settings=SOON, address="")
-
-
-def test_an_address_nobody_answers_at_over_tcp() -> None:
-    with pytest.raises(DeadlineExceeded, match=r"the coordinator at 127\.0\.0\.1:1 could not be reached within 0\.2 s"):
-        dflow.connect("127.0.0.1:1", index=0, settings=SOON)
 
 
 def test_a_parameter_task_that_never_comes_is_named() -> None:

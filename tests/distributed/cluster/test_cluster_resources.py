@@ -27,7 +27,6 @@ from dflow.testing import MemoryCluster
 from dflow.tracing.errors import (
     AccumulatorError,
     DeadlineExceeded,
-    DeviceError,
     DflowError,
     QueueClosed,
     QueueError,
@@ -96,16 +95,6 @@ def test_every_kind_of_queue_works_from_another_task(workers: tuple[Cluster, Clu
     assert (int(count), int(left)) == (3, 0)
 
 
-def test_elements_of_many_shapes_are_padded_on_the_task(workers: tuple[Cluster, Cluster]) -> None:
-    with workers[0].parameter_servers():
-        queue = dflow.PaddingFIFOQueue(8, dflow.PaddedSpec((None,), jnp.float32), name="padded")
-    for size in (1, 3):
-        queue.enqueue(jnp.ones(size))
-    np.testing.assert_array_equal(queue.dequeue_many(2), [[1, 0, 0], [1, 1, 1]])
-    queue.enqueue(jnp.ones(2))
-    assert queue.dequeue().shape == (2,)
-
-
 def test_an_accumulator_averages_what_workers_give_it(workers: tuple[Cluster, Cluster]) -> None:
     made = []
     for worker in workers:
@@ -126,26 +115,6 @@ def test_an_accumulator_averages_what_workers_give_it(workers: tuple[Cluster, Cl
     np.testing.assert_array_equal(mean["rows"].dense()[1], [2, 2])
     assert not bool(give_other(1.0))
     assert (int(made[0].step), int(made[0].dropped()), int(made[1].count())) == (1, 1, 0)
-
-
-def test_a_scope_says_which_task_holds_a_queue(workers: tuple[Cluster, Cluster]) -> None:
-    with workers[0].parameter_servers():
-        for index in (1, 0):
-            with dflow.device(f"ps:{index}"):
-                queue = dflow.FIFOQueue(2, F32, name=f"on {index}")
-            assert queue.device == f"/job:ps/task:{index}"
-        with (
-            dflow.device("ps:0"),
-            pytest.raises(DeviceError, match="is on /job:ps/task:1 and was asked for on"),
-        ):
-            dflow.FIFOQueue(2, F32, name="on 1")
-        with (
-            dflow.device("ps:7"),
-            pytest.raises(DeviceError, match="is none of the tasks there: /job:ps/task:0,"),
-        ):
-            dflow.FIFOQueue(2, F32, name="nowhere")
-        with dflow.device("cpu:0"), pytest.raises(DeviceError, match="name a task, such as ps:0"):
-            dflow.FIFOQueue(2, F32, name="on a device")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +16,6 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.coordinator_role import make_coordinator
-from dflow.distributed.task_role import start_task
-from dflow.distributed.transport.sockets import SocketTransport
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.devices.task_name import short_task_name
@@ -35,27 +30,10 @@ from tests.distributed.waiting import until
 from tests.user_line import line_of
 
 DEADLINE_S = 60.0
-SOON = ClusterSettings(join_timeout_s=0.2, request_timeout_s=30.0, step_timeout_s=30.0)
 
 
 def zeros(*shape: int) -> Callable[[], jax.Array]:
     return lambda: jnp.zeros(shape)
-
-
-def test_a_step_leaves_nothing_behind(memory: MemoryCluster, worker: Cluster) -> None:
-    with worker.parameter_servers():
-        v = dflow.Variable(zeros(3), name="v")
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        v.assign_add(x)
-        return v.read()
-
-    for _ in range(5):
-        step(jnp.ones(3))
-    for task in memory.tasks.values():
-        held = task.server.statistics()
-        assert (held.running, held.rendezvous.waiters, held.rendezvous.values) == (0, 0, 0)
 
 
 def test_the_plans_of_functions_that_are_gone_are_released_on_every_task(
@@ -94,28 +72,6 @@ def test_a_device_that_no_task_offers_lists_the_tasks(worker: Cluster) -> None:
     assert line_of(caught.value, __file__) == "return x * v.read()"
 
 
-def test_a_device_of_the_callers_own_task(worker: Cluster) -> None:
-    with worker.parameter_servers():
-        v = dflow.Variable(lambda: jnp.arange(4.0), name="v")
-    with dflow.device("cpu:0"):
-        mine = dflow.Variable(jnp.ones(4), name="mine")
-
-    @dflow.jit
-    def f(x: Any) -> Any:
-        with dflow.device("cpu:0"):
-            y = v.read() * x
-        with dflow.device("ps:1"):
-            z = y + 1
-        mine.assign_add(z)
-        v.assign_add(y)
-        return z
-
-    for times in (1, 2):
-        np.testing.assert_array_equal(f(jnp.ones(4)), np.arange(4) * 2 ** (times - 1) + 1)
-    np.testing.assert_array_equal(v, np.arange(4) * 4)
-    np.testing.assert_array_equal(mine, np.arange(4) * 3 + 3)
-
-
 def test_a_task_chooses_among_its_devices_itself(worker: Cluster) -> None:
     @dflow.jit
     def f(x: Any) -> Any:
@@ -136,31 +92,6 @@ def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
             there = dflow.Variable(zeros(2), name="there")
         with pytest.raises(VariableError, match="variables of 2 clusters"):
             dflow.jit(lambda: here.read() + there.read())()
-
-
-@pytest.mark.parametrize(
-    "nonsense",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64, b"\xff" * 4096, bytes(range(256)) * 16],
-    ids=["http", "zeros", "ones", "counting"],
-)
-def test_nonsense_at_a_task_ends_its_own_connection_alone(nonsense: bytes) -> None:
-    coordinator = make_coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1, "worker": 1})
-    task = start_task(SocketTransport(), "/job:ps/task:0", coordinator.address)
-    worker = dflow.connect(coordinator.address, index=0, settings=SOON)
-    assert isinstance(worker, Cluster)
-    _, step = one_variable(worker)
-    step(jnp.ones(3))
-    for address in (task.server.address, worker.server.address, coordinator.address):
-        host, _, port = address.partition(";")[0].rpartition(":")
-        stranger = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
-        with stranger, contextlib.suppress(OSError):
-            stranger.sendall(nonsense)
-            stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(4096):
-                pass
-    np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
-    for one in (worker, task, coordinator):
-        one.close()
 
 
 def one_variable(worker: Cluster) -> tuple[dflow.Variable, Callable[[Any], Any]]:
@@ -328,19 +259,3 @@ def test_a_failed_step_is_cancelled_on_every_task(memory: MemoryCluster, worker:
     np.testing.assert_array_equal(made[0], [1, 1, 1])
     assert waiting.server.statistics().running == 0
     np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
-
-
-def test_zeros_for_variables_on_two_tasks_are_sent_to_neither(memory: MemoryCluster, worker: Cluster) -> None:
-    with worker.parameter_servers():
-        tables = [dflow.Variable(lambda: jnp.ones(1000), name=f"table{number}") for number in range(2)]
-    assert len({table.device for table in tables}) == 2
-
-    @dflow.jit
-    def clear() -> None:
-        for table in tables:
-            table.assign(jnp.zeros(1000))
-
-    clear()
-    assert not any(float(table.read().sum()) for table in tables)
-    assert all(edge.destination == worker.task for task in memory.tasks.values() for edge in task.server.traffic())
-    assert not worker.traffic()

@@ -25,7 +25,7 @@ from dflow.distributed import Async
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.steps import retries
 from dflow.distributed.steps.step_starter import StepParts
-from dflow.tracing.errors import TaskLost, TrainingError
+from dflow.tracing.errors import TaskLost
 from tests.distributed.cluster.tasks_with_snapshots import Tasks
 from tests.distributed.waiting import until
 
@@ -143,27 +143,6 @@ def test_steps_that_fail_and_are_tried_again(
         pass
     monkeypatch.undo()
     program.check()
-
-
-@pytest.mark.parametrize(("place", "lost"), [("ps:0", "ps/task:1"), ("ps:1", "ps/task:1")])
-def test_steps_of_a_worker_that_leaves_are_done_by_another_one(
-    tasks: Tasks, monkeypatch: pytest.MonkeyPatch, place: str, lost: str
-) -> None:
-    programs = [Program(worker, place) for worker in tasks.workers]
-    programs[0].fill()
-    left = iter([False] * 7 + [True])
-
-    def train(program: Program) -> None:
-        loop = Async(program.cluster).run(program.step, numbers(tasks, {}), steps=STEPS, name="run")
-        for _ in loop:
-            pass
-
-    with monkeypatch.context() as patch:
-        lose(patch, lambda task: lost in task and next(left, False), TrainingError)
-        with pytest.raises(TrainingError, match="was lost"):
-            train(programs[1])
-    train(programs[0])
-    programs[0].check()
 
 
 def test_a_step_that_waits_for_room_in_a_queue_does_not_hold_up_a_return(tasks: Tasks) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -51,46 +50,6 @@ def test_a_key_is_written_and_read_by_two_workers(workers: tuple[Cluster, Cluste
     same(other.read(), second)
     with pytest.raises(VariableShapeError, match=r"holds key<.*but assign was given u32"):
         v.assign(jnp.zeros(2, jnp.uint32))
-
-
-def test_a_step_takes_keys_from_a_task_and_gives_them_back(workers: tuple[Cluster, Cluster]) -> None:
-    v = on_task(workers[0], jax.random.split(jax.random.key(1), 2))
-
-    @dflow.jit
-    def step(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        before = v.read()[0]
-        v.assign(jax.random.split(key, 2))
-        return before, jax.random.uniform(v.gather(jnp.array(1)))
-
-    before, drawn = step(jax.random.key(5))
-    same(before, jax.random.split(jax.random.key(1), 2)[0])
-    np.testing.assert_allclose(drawn, jax.random.uniform(jax.random.split(jax.random.key(5), 2)[1]), rtol=1e-6)
-
-
-def test_keys_and_a_generator_are_saved_and_restored(workers: tuple[Cluster, Cluster], tmp_path: Path) -> None:
-    key = jax.random.key(2, impl="rbg")
-    v = on_task(workers[0], key)
-    with workers[0].parameter_servers():
-        generator = dflow.Generator(7, name="noise")
-    generator.split()
-    state = {"keys": v, "noise": generator}
-    dflow.save(tmp_path / "c", state)
-    drawn = generator.split(2)
-    v.assign(jax.random.key(3, impl="rbg"))
-    dflow.restore(tmp_path / "c", state)
-    same(v.read(), key)
-    same(generator.split(2), drawn)
-    here = {"keys": dflow.Variable(jax.random.key(0, impl="rbg"), name="keys"), "noise": dflow.Generator(name="noise")}
-    dflow.restore(tmp_path / "c", here)
-    same(here["noise"].split(2), drawn)
-
-
-def test_a_generator_on_a_task_gives_the_sequence_of_one_process(workers: tuple[Cluster, Cluster]) -> None:
-    with workers[0].parameter_servers():
-        there = dflow.Generator(7, name="noise", impl="rbg")
-    here = dflow.Generator(7, impl="rbg")
-    for shape in (None, 3, (2, 2)):
-        same(there.split(shape), here.split(shape))
 
 
 def test_workers_never_draw_the_same_key_from_one_generator(workers: tuple[Cluster, Cluster]) -> None:

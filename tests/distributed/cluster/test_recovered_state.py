@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,37 +80,6 @@ def test_the_result_is_that_of_one_process_to_which_nothing_happened(tasks: Task
         alone_step(X)
     for one, other in zip(values(state), values(alone), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def pair(cluster: Any) -> tuple[Any, Any]:
-    """A variable on each parameter task, with momentum, and a step that trains both."""
-    made = []
-    with cluster.parameter_servers():
-        for index in range(2):
-            with nullcontext() if cluster.task.startswith("/job:localhost") else dflow.device(f"ps:{index}"):
-                made.append(dflow.Variable(lambda: jnp.arange(3.0) / 10, name=f"w{index}"))
-        optimizer = dflow.Optimizer(optax.sgd(0.01, momentum=0.9), made, name="sgd")
-
-    @dflow.jit
-    def step(x: jax.Array) -> None:
-        optimizer.apply(dflow.grad(lambda: jnp.sum((made[0] * made[1] + x) ** 2), made)())
-
-    return made, step
-
-
-def test_other_functions_of_the_program_use_the_restored_state(tasks: Tasks) -> None:
-    state, step = model(tasks.worker)
-    total = dflow.jit(lambda: state["w"].read().sum() + state["b"].read().sum())
-    for _ in Async(tasks.worker).run(step, itertools.repeat(X), steps=5, name="first"):
-        pass
-    before = float(total())
-    tasks.await_snapshot(5)
-    tasks.start_again(0)
-    tasks.start_again(1)
-    tasks.worker.steps.await_recovery()
-    assert float(total()) == before
-    state["b"].assign(jnp.zeros(2))
-    assert float(state["b"].read().sum()) == 0.0
 
 
 def queue_on_ps_0(tasks: Tasks) -> tuple[Any, Any]:
@@ -193,18 +161,6 @@ def test_a_worker_that_starts_during_a_return_waits_for_its_variables(tmp_path: 
             np.testing.assert_array_equal(variable.read(), np.full(3, index))
     finally:
         tasks.close()
-
-
-def test_a_function_that_is_first_called_while_a_task_is_away_waits_for_it(tasks: Tasks) -> None:
-    made, _ = pair(tasks.worker)
-    tasks.await_new_snapshot()
-    total = dflow.jit(lambda: made[0].read().sum() + made[1].read().sum())
-    tasks.ps[1].close()
-    with ThreadPoolExecutor(1) as pool:
-        called = pool.submit(total)
-        until(lambda: bool(tasks.coordinator._state.part(Recovery)._asks) or called.done())
-        tasks.ps[1] = tasks.start(1)
-        assert float(called.result(60)) == pytest.approx(0.6)
 
 
 def test_without_snapshots_the_error_is_the_one_of_the_step(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import RemoteError
-from tests.distributed.launching.test_launcher import CONNECT, launch
 from tests.distributed.processes import DEADLINE_S, Spawned
 
 PS0 = "/job:ps/task:0"
@@ -58,35 +57,6 @@ def test_a_stock_task_ends_when_there_was_no_coordinator_for_too_long(coordinato
     assert status == 1
     assert f"ps:0: the coordinator at {coordinator.address} is lost: it could not be reached for" in output
     client.close()
-
-
-def test_a_name_that_is_taken_is_an_error(coordinator: Coordinator, tmp_path: Path) -> None:
-    client = CoordinatorClient(SocketTransport(), coordinator.address, name=PS0)
-    client.join(PS0, "elsewhere:1")
-    with spawn(coordinator, tmp_path) as task:
-        status, output = task.finish()
-    assert status == 1
-    assert "ps:0 is already live at elsewhere:1, so the one at 127.0.0.1:" in output
-    client.close()
-
-
-def test_launched_ps_tasks_end_well_after_the_workers(tmp_path: Path) -> None:
-    script = (
-        CONNECT
-        + """
-from dflow.distributed.wire.messages.placement import PlaceVariable
-client.wait_for_tasks(["/job:ps/task:0", "/job:ps/task:1"], timeout_s=60)
-print("placed on", client.ask(PlaceVariable("w", "float32", (3, 3, 1, 16), 576, "ps")).task)
-client.leave()
-"""
-    )
-    with launch(tmp_path, script, 1, ps=2) as launched:
-        status, output = launched.finish()
-    assert status == 0, output
-    assert "[worker:0] placed on /job:ps/task:0" in output
-    assert "f32[3,3,1,16]" in output
-    table = output[output.index("joined") :]
-    assert table.count("finished") == 3
 
 
 def test_a_task_whose_name_is_taken_listens_no_longer() -> None:

@@ -23,7 +23,7 @@ from dflow.distributed.wire.messages.variables import CreateVariables, ReadVaria
 from dflow.lowering.programs import initial_ops
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.testing import MemoryCluster, memory_cluster
-from dflow.tracing.errors import DeviceError, TaskLost, VariableError
+from dflow.tracing.errors import TaskLost, VariableError
 from tests.user_line import line_of
 
 KEYS = list(jax.random.split(jax.random.key(5), 12))
@@ -265,12 +265,6 @@ def test_ops_that_fail_name_the_line_and_run_again(worker: Cluster, monkeypatch:
         == 'v = dflow.Variable(lambda: jnp.ones(2), name="v")'
     )
     np.testing.assert_array_equal(v, [1, 1])
-
-
-def test_a_job_without_tasks_is_said_at_the_line(worker: Cluster) -> None:
-    with pytest.raises(DeviceError, match="job 'gpu', which has no task") as caught, worker.parameter_servers("gpu"):
-        dflow.Variable(jnp.zeros(2), name="v")
-    assert line_of(caught.value, __file__) == 'dflow.Variable(jnp.zeros(2), name="v")'
 
 
 def test_a_task_that_is_gone_is_said_at_the_line(memory: MemoryCluster, worker: Cluster) -> None:

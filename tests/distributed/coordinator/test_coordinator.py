@@ -133,25 +133,6 @@ def test_the_coordinators_end_for_longer_than_is_borne_wakes_those_who_wait(clus
     client.leave()
 
 
-def test_a_coordinator_without_the_state_of_the_first_takes_none_of_its_tasks(cluster: Cluster) -> None:
-    client = cluster.task(WORKER0)
-    lost, gone = list[str](), threading.Event()
-    client.session.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
-    cluster.coordinator.close()
-    cluster.start(cluster.coordinator.address, MemoryStore())
-    assert gone.wait(SOON_S)
-    assert "worker:0 is a task of cluster" in lost[0]
-    assert "it was started without the state of the first, which `--state FILE` keeps" in lost[0]
-
-
-def test_a_claim_in_vain_names_the_worker_that_holds_the_steps(cluster: Cluster) -> None:
-    first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert first.ask(ClaimSteps("run", first.task, 1)).steps == range(1)
-    held = r"; of the claimed steps, worker:0 \(.*\) holds 1: see its output, or end it, and others do them"
-    with pytest.raises(DeadlineExceeded, match=held):
-        claimed(second, ClaimSteps("run", second.task, 1), 0.2)
-
-
 def test_a_claim_that_waits_long_says_in_the_waiting_worker_who_holds_the_steps(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

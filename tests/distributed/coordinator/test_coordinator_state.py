@@ -1,4 +1,3 @@
-import math
 from collections.abc import Iterable
 
 import pytest
@@ -17,7 +16,7 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator_role import make_coordinator_state
-from dflow.distributed.training.work_messages import Claimed, ClaimSteps, RoundsDone, TrainingEvent
+from dflow.distributed.training.work_messages import Claimed, ClaimSteps, TrainingEvent
 from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Message
@@ -31,7 +30,7 @@ from dflow.distributed.wire.messages.roster import (
     Leave,
     RosterChange,
 )
-from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, NotFinite, Report, Status
+from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
 from dflow.distributed.wire.messages.variables import ReadVariables
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
@@ -169,38 +168,6 @@ def test_a_task_that_holds_claimed_steps_is_at_work_though_it_runs_none() -> Non
         "(waiting for them: worker:1)"
     )
     assert [(one.task, one.held) for one in status(state).workers] == [(WORKER0, 1), (WORKER1, 0)]
-
-
-def test_a_loss_that_is_not_finite_is_announced_once_and_stays_in_the_status() -> None:
-    state = cluster()
-    for peer, task in ((10, WORKER0), (11, WORKER1)):
-        state.handle(Asked(0.0, peer, peer, ClaimSteps("run", task, 100, 1)))
-    bad = NotFinite(7, "loss", math.inf)
-    commands = state.handle(Asked(1.0, 11, 20, ClaimSteps("run", WORKER1, 100, 2, 1, 9, not_finite=bad)))
-    news = [command for command in commands if isinstance(command, Log)]
-    assert news == [Log("loss is inf at step 7 of run 'run' on worker:1; later ones of this run are not announced")]
-    later = state.handle(Asked(2.0, 10, 21, ClaimSteps("run", WORKER0, 100, 2, 1, 2, not_finite=bad)))
-    later += state.handle(Told(2.0, 10, RoundsDone("run", WORKER0, 3, 9, 1, not_finite=bad)))
-    assert not [command for command in later if isinstance(command, Log)]
-    other = state.handle(Told(2.0, 10, RoundsDone("sync", WORKER0, 3, 9, 1, not_finite=bad)))
-    assert other[-1] == Log(news[0].text.replace("'run' on worker:1", "'sync' on worker:0"))
-    assert [(one.run, one.task) for one in status(state).not_finite] == [("run", WORKER1), ("sync", WORKER0)]
-
-
-def test_a_run_that_every_worker_left_short_of_its_steps_is_announced_once() -> None:
-    state = cluster()
-    for peer, task in ((10, WORKER0), (11, WORKER1)):
-        state.handle(Asked(0.0, peer, peer, ClaimSteps("run", task, 100, 1)))
-    first = state.handle(Asked(1.0, 10, 20, ClaimSteps("run", WORKER0, 100, 2, 1, 8, more=False)))
-    assert not [command for command in first if isinstance(command, Log)]
-    last = state.handle(Asked(1.0, 11, 21, ClaimSteps("run", WORKER1, 100, 2, 1, 3, more=False)))
-    assert last[-1] == Log(
-        "run 'run' has 11 of 100 steps done, and no worker takes part in it any more: their batches have ended, "
-        "their programs have left the loop, or they are lost"
-    )
-    for peer, task in ((10, WORKER0), (11, WORKER1)):
-        gone = state.handle(Asked(2.0, peer, peer + 20, Leave(task, "finished")))
-        assert not [command for command in gone if isinstance(command, Log)]
 
 
 def test_the_health_of_a_task_that_is_not_there_says_why() -> None:

@@ -76,25 +76,6 @@ def test_a_crash_at_any_moment_leaves_whole_writes_and_all_that_had_returned(
         survivor.close()
 
 
-def test_a_log_of_which_only_a_part_reached_the_disk_holds_the_first_whole_writes(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "state")
-    for changes in WRITES:
-        store.write(changes)
-    database, log = (tmp_path / "state").read_bytes(), (tmp_path / "state-wal").read_bytes()
-    store.close()
-    found = []
-    for size in [*range(0, len(log), 1021), len(log)]:
-        place = tmp_path / f"first{size}"
-        place.mkdir()
-        (place / "state").write_bytes(database)
-        (place / "state-wal").write_bytes(log[:size])
-        survivor = SqliteStore(place / "state")
-        found.append(states().index(dict(survivor.load())))
-        survivor.close()
-    assert found == sorted(found)
-    assert set(found) == set(range(len(WRITES) + 1))
-
-
 #: Fills several pages.
 LARGE = b"\x05" * 9000
 

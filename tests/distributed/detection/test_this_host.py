@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dflow.distributed.detection.this_host import MetadataServer, listening_address, own_host
+from dflow.distributed.detection.this_host import listening_address, own_host, read_metadata
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.tracing.errors import DeadlineExceeded
 
@@ -44,14 +44,14 @@ def server() -> Iterator[str]:
 
 def test_attributes_are_read_past_a_failure_and_past_a_proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    metadata = MetadataServer({"GCE_METADATA_HOST": server})
-    assert metadata("busy") == "3"
-    assert metadata("nothing") is None
+    environment = {"GCE_METADATA_HOST": server}
+    assert read_metadata(environment, "busy") == "3"
+    assert read_metadata(environment, "nothing") is None
 
 
 def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_said() -> None:
     with pytest.raises(DeadlineExceeded, match=r"the metadata server did not give 'key' within 0\.1 s: "):
-        MetadataServer({"GCE_METADATA_IP": "127.0.0.1:1"}, timeout_s=0.1)("key")
+        read_metadata({"GCE_METADATA_IP": "127.0.0.1:1"}, "key", timeout_s=0.1)
 
 
 @pytest.mark.parametrize(

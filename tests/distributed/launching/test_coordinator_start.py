@@ -12,8 +12,7 @@ from dflow.distributed.coordinator.coordinator import LISTENING
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.launcher import TaskRow, launch
-from dflow.distributed.launching.task_programs import TaskProgram
-from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.launching.task_programs import TaskProgram, ThisMachine
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.sockets import SocketTransport

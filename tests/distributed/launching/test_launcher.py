@@ -17,11 +17,12 @@ from msgspec.structs import replace
 
 import dflow
 from dflow.distributed.launching.launch_plan import LaunchPlan
-from dflow.distributed.launching.launcher import _Launch, _with_ends
+from dflow.distributed.launching.launcher import LONGEST_CAUSE, _Launch, _with_ends, cause_of
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.distributed.wire.messages.status import NotFinite, Status
 from dflow.tracing.accepted_faults import accepted
+from dflow.tracing.errors import TaskLost, VariableError
 from tests.distributed.processes import Spawned, exists, wait_for_end
 
 CONNECT = """
@@ -99,17 +100,6 @@ def test_a_fault_in_native_code_prints_the_stacks_of_the_task(tmp_path: Path) ->
     assert "worker:0 ended: killed by SIGSEGV" in output
 
 
-def test_a_full_disk_under_the_logs_does_not_end_the_run(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    for name in ("launcher", "worker-0"):
-        (tmp_path / "logs" / f"{name}.log").symlink_to("/dev/full")
-    status, output = ran(tmp_path, CONNECT + "print('hello')\nclient.leave()")
-    assert status == 0, output
-    assert "[worker:0] hello\n" in output
-    for name in ("launcher", "worker-0"):
-        assert output.count(f"{name}.log cannot be written: No space left on device") == 1
-
-
 def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(CONNECT + "print('hello')\nclient.leave()\nopen('done', 'w').close()")
     words = ("-m", "dflow", "launch", "--ps", "0", "--logs", str(tmp_path / "logs"), "script.py")
@@ -155,29 +145,6 @@ def test_the_exit_status_tells_faults_of_runs_that_are_not_accepted(
 def test_other_faults_to_accept_are_refused() -> None:
     with pytest.raises(dflow.ConfigError, match="DFLOW_ACCEPT: expected short or not-finite, got nan"):
         accepted("short, nan")
-
-
-@pytest.mark.once
-def test_a_run_that_ends_short_of_its_steps_says_so_and_gives_1(tmp_path: Path) -> None:
-    script = """
-import dflow, math
-cluster = dflow.connect()
-for loss in dflow.distributed.Async(cluster).run(lambda x: math.nan if x == 7 else 0.5, range(10), steps=100):
-    pass
-cluster.close()
-"""
-    status, output = ran(tmp_path, script, 2)
-    assert status == 1, output
-    short = "20 of 100 are done; give the workers more batches, or ask for fewer steps"
-    assert output.count(f"dflow: the run ended short of its steps: {short}") == 1
-    assert output.count("run 'run_0' has 20 of 100 steps done, and no worker takes part in it any more") == 1
-    assert len(re.findall(r"\[coordinator\] loss is nan at step \d+ of run 'run_0' on worker:[01]; later", output)) == 1
-    assert (
-        output.count("run 'run_0'; look for NaN in the data and in the restored checkpoint, lower the learning rate")
-        == 1
-    )
-    assert "Not finite" in output
-    assert re.search(r"run_0 +loss +nan +\d+ +worker:[01]", output), output
 
 
 def test_a_script_that_never_joins_has_not_done_its_part(tmp_path: Path) -> None:
@@ -319,9 +286,7 @@ def test_a_signal_comes_through_while_a_restart_is_due(tmp_path: Path) -> None:
 
 @pytest.mark.once
 def test_a_dead_ps_task_ends_the_run_unless_it_may_come_back_empty(tmp_path: Path) -> None:
-    script = (
-        CONNECT
-        + """
+    script = connected("""
 lives = []
 both = threading.Event()
 def note(roster):
@@ -335,8 +300,7 @@ siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().spl
 os.kill(int(ps), signal.SIGKILL)
 assert both.wait(60)
 client.leave()
-""".replace("import os,", "from pathlib import Path\nimport os,")
-    ).replace("import os,", "from pathlib import Path\nimport os,", 1)
+""")
     status, output = ran(tmp_path, script, ps=1)
     assert status == 1, output
     assert "ps:0 ended (killed by SIGKILL) while workers needed it, so the run ends" in output
@@ -349,15 +313,6 @@ client.leave()
     assert "ps:0 runs again and is empty: the variables that it held are lost" in output
 
 
-def test_other_jobs_run_the_script_too_each_in_its_environment(tmp_path: Path) -> None:
-    script = CONNECT + "print(os.environ['DFLOW_JOB'], index, 'has', os.environ.get('A'))\nclient.leave()"
-    options = ["--job", "evaluator=1", "--env", "A=some", "--env", "worker:1:A=more"]
-    status, output = ran(tmp_path, script, 2, options=options)
-    assert status == 0, output
-    for line in ("[worker:0] worker 0 has some", "[worker:1] worker 1 has more", "[evaluator:0] evaluator 0 has some"):
-        assert line in output
-
-
 def test_a_worker_can_be_kept_on_its_own_cores(tmp_path: Path) -> None:
     cores = os.sched_getaffinity(0)
     script = CONNECT + "print('cores', os.sched_getaffinity(0), os.environ['NPROC'])\nclient.leave()"
@@ -365,13 +320,6 @@ def test_a_worker_can_be_kept_on_its_own_cores(tmp_path: Path) -> None:
     assert status == 0, output
     for index, core in enumerate(sorted(cores)):
         assert f"[worker:{index}] cores {{{core}}} 1\n" in output
-
-
-def test_more_than_the_machine_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    status, output = ran(tmp_path, "", 2, options=["--cpus-per-worker", "4096"])
-    assert status == 2
-    assert "2 tasks with 4096 cores each need 8192, but this process may use" in output
-    assert not (tmp_path / "logs").exists()
 
 
 class Stopped(StopSignal):
@@ -440,3 +388,25 @@ def test_the_end_of_a_process_that_was_started_again_is_the_one_that_the_launche
     found = _with_ends(replace(launched._status, tasks=(*left, replace(before, life=2))), launched._ended)
     assert found is not None
     assert [info.left for info in found.tasks] == ["killed by SIGKILL", lost, ""]
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (
+            ["Traceback (most recent call last):", '  File "t.py", line 1, in <module>', "ValueError: no"],
+            "ValueError: no",
+        ),
+        (
+            [f"{VariableError.__module__}.VariableError: 'w' is gone", "  at t.py:1", "  make it"],
+            "VariableError: 'w' is gone",
+        ),
+        ([f"{TaskLost.__module__}.TaskLost: ps:0 has left", "Note: see the log"], "TaskLost: ps:0 has left"),
+        (["KeyboardInterrupt"], "KeyboardInterrupt"),
+        (["  ValueError: within a text", "Loss: 3.2", "Done"], ""),
+        (["RuntimeError: " + "x" * 200], f"RuntimeError: {'x' * (LONGEST_CAUSE - 17)}..."),
+        ([], ""),
+    ],
+)
+def test_the_cause_is_the_last_exception_of_the_output(lines: list[str], cause: str) -> None:
+    assert cause_of(lines) == cause

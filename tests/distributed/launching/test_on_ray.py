@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dflow.__main__ import main
+from dflow.cli.launch_backends import ray_resources
 from dflow.tracing.errors import ConfigError
 
 needs_ray = pytest.mark.skipif(
@@ -107,3 +108,21 @@ def test_options_of_another_place_are_refused(
     Path("train.py").touch()
     assert main(["launch", *words, "train.py"]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "resources"),
+    [
+        ("CPU=2", {"CPU": 2.0}),
+        ("GPU=0.5", {"CPU": 1.0, "GPU": 0.5}),
+        ("CPU=0, GPU=1,tpu=4", {"CPU": 0.0, "GPU": 1.0, "tpu": 4.0}),
+    ],
+)
+def test_resources_are_read(text: str, resources: dict[str, float]) -> None:
+    assert ray_resources(text) == resources
+
+
+@pytest.mark.parametrize("text", ["", "CPU", "CPU=", "=1", "CPU=x", "CPU=-1", "CPU=1,,", "CPU=nan"])
+def test_a_text_without_a_resource_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"states no resources; write them as CPU=1,GPU=0\.5"):
+        ray_resources(text)

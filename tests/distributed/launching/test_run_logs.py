@@ -28,12 +28,6 @@ def test_a_file_that_would_be_too_large_is_put_aside_once(tmp_path: Path) -> Non
         assert (tmp_path / "worker-0.log").read_text() == "a line longer than all\n"
 
 
-def test_a_first_line_that_is_too_large_puts_no_empty_file_aside(tmp_path: Path) -> None:
-    with contextlib.closing(RunLogs(tmp_path, max_bytes=8)) as logs:
-        logs.write("worker:0", "a line longer than all")
-        assert [path.name for path in tmp_path.iterdir()] == ["worker-0.log"]
-
-
 def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
     with contextlib.closing(RunLogs(tmp_path)) as logs:
         threads = [

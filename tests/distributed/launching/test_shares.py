@@ -31,15 +31,6 @@ def test_the_gpus_are_those_that_the_environment_leaves(
     assert visible_gpus(environment, tmp_path) == gpus
 
 
-def test_one_worker_has_all_gpus_as_it_would_alone() -> None:
-    assert gpu_shares(FOUR, 1, None, {}) == [{}]
-
-
-def test_several_workers_get_an_even_part_each() -> None:
-    assert gpu_shares(FOUR, 2, None, {}) == [{VISIBLE: "0,1"}, {VISIBLE: "2,3"}]
-    assert gpu_shares(("5", "7", "9"), 2, None, {}) == [{VISIBLE: "5"}, {VISIBLE: "7"}]
-
-
 def test_workers_that_share_a_gpu_share_its_memory() -> None:
     memory = {"XLA_CLIENT_MEM_FRACTION": "0.450"}
     assert gpu_shares(("0", "1"), 3, None, {}) == [

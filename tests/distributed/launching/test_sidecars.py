@@ -6,7 +6,6 @@ The scheduler here is the test, which gives each process the variables of srun.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import textwrap
 from collections.abc import Sequence
@@ -88,17 +87,6 @@ def test_what_the_first_worker_runs_stays_for_the_others_and_ends_with_the_last(
         assert output.endswith("count 3.0\n")
         status, output = first.finish()
         assert status == 0, output
-        wait_for_end(children)
-
-
-@pytest.mark.once
-def test_a_killed_worker_takes_what_it_started_with_it(tmp_path: Path) -> None:
-    with ExitStack() as started:
-        first, second = step_of_two(tmp_path, TRAIN, started)
-        second.read_until("waits")
-        children = children_of(first.process.pid)
-        assert len(children) == 2
-        first.process.send_signal(signal.SIGKILL)
         wait_for_end(children)
 
 

@@ -86,16 +86,6 @@ def test_a_worker_and_a_ps_tell_their_steps_bytes_and_errors(memory: MemoryClust
     assert own["dflow_running_parts",] == own["dflow_values_waited_for",] == 0
 
 
-def test_queues_are_told_by_how_many_elements_they_hold(memory: MemoryCluster) -> None:
-    with closing(memory.worker()) as worker:
-        with worker.parameter_servers():
-            queue = dflow.FIFOQueue(5, jnp.zeros(()), name="ready")
-        for number in range(3):
-            queue.enqueue(jnp.float32(number))
-        with closing(MetricsEndpoint(partial(task_metrics, memory.tasks["ps:0"].server), 0)) as endpoint:
-            assert scrape(endpoint)["dflow_resource_depth", "ready"] == 3
-
-
 def test_the_coordinator_tells_of_its_tasks(memory: MemoryCluster) -> None:
     with (
         closing(memory.worker()) as worker,

@@ -309,30 +309,6 @@ def test_steps_that_were_not_seen_whole_are_left_out() -> None:
     assert [event.step for event in first_steps(events, 1)[TASK]] == [2, 2]
 
 
-def test_the_checker_finds_what_is_wrong() -> None:
-    meta = [
-        {"name": "process_name", "ph": "M", "ts": 0, "pid": 1, "tid": 0, "args": {"name": "a"}},
-        {"name": "thread_name", "ph": "M", "ts": 0, "pid": 1, "tid": 1, "args": {"name": "b"}},
-    ]
-    one = {"name": "one", "ph": "X", "ts": 0, "dur": 10, "pid": 1, "tid": 1}
-    arrow = [
-        {"name": "w", "cat": "x", "ph": "s", "id": 1, "ts": 2, "pid": 1, "tid": 1},
-        {"name": "w", "cat": "x", "ph": "f", "bp": "e", "id": 1, "ts": 3, "pid": 1, "tid": 1},
-    ]
-
-    def found(*events: dict[str, Any]) -> str:
-        return "\n".join(faults_of(json.dumps({"traceEvents": [*meta, *events]}).encode()))
-
-    assert found(one, *arrow) == ""
-    assert "overlaps" in found(one, {**one, "ts": 5})
-    assert "back in time" in found(one, {**arrow[0], "ts": 4}, arrow[1])
-    assert "without both its ends" in found(one, arrow[0])
-    assert "in no slice" in found(*arrow)
-    assert "has no name" in found({**one, "tid": 2})
-    assert "negative" in found({**one, "dur": -1})
-    assert "no number" in found({**one, "ts": "0"})
-
-
 def test_an_arrow_begins_where_a_value_was_handed_over_though_its_send_had_ended() -> None:
     ps = "/job:ps/task:0"
     at = {"origin": TASK, "step": 1}
