@@ -8,6 +8,7 @@ variables that they hold themselves.
 from __future__ import annotations
 
 import functools
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -17,8 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from dflow.distributed.cluster.cluster_resources import (
-    ClusterResources,
+    TaskQueueProducer,
+    ended,
     refuse_unnamed,
+    size_bytes_of,
     task_in_scope,
     task_of_resource,
 )
@@ -43,32 +46,42 @@ from dflow.distributed.task.checkpoint_messages import (
     SaveVariables,
     VariablePart,
 )
+from dflow.distributed.task.task_resources import described
 from dflow.distributed.task.variable_layout import layout_of
 from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
+from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array, encode_arrays
 from dflow.distributed.wire.messages.message import Answer, Request
-from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
+from dflow.distributed.wire.messages.placement import PlaceVariable
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource
+from dflow.distributed.wire.messages.variables import ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
+from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state_backend import Runner, SavedVariables, WriteCaptured, indices_of
 from dflow.tracing.devices.task_name import split_task_name
-from dflow.tracing.errors import DflowError, TaskLost, VariableError
+from dflow.tracing.errors import DeviceError, DflowError, TaskLost, VariableError
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import Traced, trace
+from dflow.tracing.moments import reach
 from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.source import at, caller
+from dflow.tracing.state.context import ValueLocation
+from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.initial_value import Initial, TypedInitial
+from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
 
 #: Longest wait for a snapshot with restored values, in s.
 RESTORE_WAIT_S = 60.0
 
 
-class ClusterHome(ClusterResources):
-    """The home of variables spread over the tasks of one job.
+class ClusterHome:
+    """The home of variables, queues and accumulators on the tasks of one job; `steps` are those of this task.
 
     Homes with the same connection to a cluster are equal, whatever their job: functions run the same on each.
     """
@@ -77,7 +90,7 @@ class ClusterHome(ClusterResources):
     is_local = False
 
     def __init__(self, requests: OutgoingRequests, steps: ClusterSteps, job: str) -> None:
-        super().__init__(requests, steps, job)
+        self._requests, self.steps, self._job = requests, steps, job
         self._ops: dict[tuple[Any, ...], Runner] = {}
         _, index = split_task_name(requests.task)
         self.is_saver = index == 0
@@ -87,6 +100,13 @@ class ClusterHome(ClusterResources):
 
     def __hash__(self) -> int:
         return hash(id(self._requests))
+
+    @property
+    def spread(self) -> int:
+        """The number of tasks of the job, also of tasks that left: workers that ask at different times agree."""
+        roster = self._requests.coordinator.session.roster
+        tasks = {*(info.task for info in roster.tasks), *roster.expected}
+        return max(1, sum(split_task_name(task)[0] == self._job for task in tasks))
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
         return self.steps.lower(traced, check=check, observe=observe)
@@ -202,9 +222,9 @@ class ClusterHome(ClusterResources):
                 self.steps.while_paused(lambda: self._ask(ends), "a restore")
             except BaseException:
                 with suppress(DflowError):
-                    self.save_changes("", 0.0)  # some tasks may have set their variables
+                    self.steps.save_changes("", 0.0)  # some tasks may have set their variables
                 raise
-            self.save_changes(f"what was restored from {files.path}", RESTORE_WAIT_S)
+            self.steps.save_changes(f"what was restored from {files.path}", RESTORE_WAIT_S)
 
         with ExitStack() as releasing:
             releasing.callback(release)
@@ -213,13 +233,10 @@ class ClusterHome(ClusterResources):
 
     def _ask(self, messages: Mapping[str, Request[Answer]]) -> list[Reply[Answer]]:
         """Return the answers of tasks, asked concurrently. Raises their first error, with the user's line."""
-        answers = self._requests.ask_all([(task, message, b"") for task, message in messages.items()])
-        found = []
-        for answer in answers:
-            if isinstance(answer, DflowError):
-                raise _with_line(answer)
-            found.append(answer)
-        return found
+        try:
+            return self._requests.ask_each(messages)
+        except DflowError as error:
+            raise _with_line(error) from None
 
     def gather(self, variable: Variable, indices: Any) -> jax.Array:
         rows: jax.Array = self._run_op(variable, "gather", variable.gather, indices)[0]
@@ -247,6 +264,77 @@ class ClusterHome(ClusterResources):
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
         """Free the value on its task. Later use of the variable raises VariableError with this reason and remedy."""
         self.forget_state(task_of_resource(variable), variable.key, True, reason, remedy)
+
+    # Queues and accumulators. An op outside of traced code is one request; when its caller stops waiting, so does it.
+
+    def create_resource(self, resource: HostResource) -> ValueLocation:
+        """Create the resource on its task, or find it there; return its location.
+
+        raises  the resource's error without a name, and when another one has the name; DeviceError when the scope
+                names no task, or another task than the one that holds it
+        """
+        refuse_unnamed(resource, resource.title, resource.error)
+        try:
+            return self.steps.retried(lambda: self._create_on(resource, task_in_scope(resource.title, resource.loc)))
+        except (DeviceError, TaskLost) as error:
+            raise error.__class__(f"{error}{at(resource.loc)}") from None
+        except (VariableError, resource.error) as error:
+            raise resource.error(str(error), at=resource.loc) from None
+
+    def _create_on(self, resource: HostResource, on: str) -> ValueLocation:
+        said, epoch = described(resource.type, resource.settings), self._requests.unsaved.epoch
+        size_bytes = size_bytes_of(resource)
+        placed = self._requests.place(
+            PlaceVariable(
+                resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=on, is_saved=resource.is_saved
+            )
+        )
+        reach("creation", self._requests.task)
+        self._requests.ask(
+            placed.task,
+            CreateResource(resource.name, str(resource.type), resource.settings, placed.process, resource.is_saved),
+        )
+        if placed.is_saved:
+            self._requests.unsaved.note(resource.name, epoch, (self, resource, placed.task), _create_again)
+        return ValueLocation(placed.task, resource.name)
+
+    def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+        """Run an op now and wait for it; see `Home.use_resource`."""
+        task = task_of_resource(resource)
+        infos, payload = encode_arrays([jnp.asarray(operand) for operand in operands])
+
+        def message(step: StepId) -> CallResource:
+            return CallResource(resource.key, op, step.origin, step.number, infos)
+
+        def use() -> Sequence[jax.Array]:
+            try:
+                answer, data = self._requests.ask_step(task, message, payload, op.timeout_s)
+            finally:
+                self.steps.state_changed()
+            return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
+
+        return ended(self.steps, resource.key, use) if op.name == ops.queue_close.name else use()
+
+    def producer(self, queue: Queue, where: str, name: str | None) -> TaskQueueProducer:
+        """Return the producing side of a queue; see `StateBackend.producer`."""
+        known = f"feed {secrets.token_hex(8)}" if name is None else f"{name} of {self._requests.task}"
+        location = task_of_resource(queue), queue.key
+        return TaskQueueProducer(self.steps, self._requests, *location, where, known, is_named=name is not None)
+
+    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
+        """Free the contents of a queue or an accumulator, and its name; see `Home.forget_resource`."""
+        self.forget_state(task_of_resource(resource), resource.key, False, reason, remedy)
+
+    def forget_state(self, task: str, key: str, is_variable: bool, reason: str, remedy: str) -> None:
+        """Free the state that a task holds under a key, and its name."""
+        self._requests.ask(task, ForgetState(key, is_variable, reason, remedy))
+        self._requests.unplace(key)
+
+
+def _create_again(freed: Sequence[tuple[ClusterHome, HostResource, str]]) -> None:
+    """Create resources that a return to a snapshot has freed, on the same tasks."""
+    for home, resource, task in freed:
+        home._create_on(resource, task)
 
 
 def _with_line(error: DflowError) -> DflowError:

@@ -8,6 +8,7 @@ the step everywhere.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import weakref
@@ -20,8 +21,10 @@ from typing import Any, TypeVar
 
 import jax
 
+from dflow.distributed.client.coordinator_client import ANSWER_S
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
 from dflow.distributed.snapshots.pause_messages import PauseSteps, ResumeSteps
+from dflow.distributed.snapshots.snapshot_messages import SaveChanges
 from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.steps.plan_registration import start_registration
 from dflow.distributed.steps.rendezvous import describe
@@ -63,6 +66,7 @@ from dflow.tracing.moments import reach
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.resources import Variable, is_variable
 
+LOGGER = logging.getLogger("dflow")
 Result = TypeVar("Result")
 
 #: Time for the report of a step's end or error to travel from task to task, in s.
@@ -181,6 +185,20 @@ class ClusterSteps(RecoveringState):
         """Note that this process has changed state, or has waited for others that may have."""
         for loop in list(self._loops):
             loop.state_changed()
+
+    def save_changes(self, what: str, wait_s: float) -> None:
+        """Wait until a snapshot has a change of state that no step makes again, at most `wait_s`; `what` names it.
+
+        Returns immediately if no snapshots are made. Raises TaskLost if all tasks return to an earlier snapshot.
+        """
+        self.state_changed()
+        try:
+            message = SaveChanges(self._task, wait_s)
+            is_saved = self._requests.coordinator.ask(message, wait_s + ANSWER_S).is_saved
+        except DeadlineExceeded:  # the coordinator is away: the change is made, and its next process may save it
+            is_saved = False
+        if not is_saved and wait_s:
+            LOGGER.warning("no snapshot has %s after %g s: it is undone if a parameter task is lost now", what, wait_s)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Place, partition and register a traced function; calling the result runs one step of it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -87,6 +87,15 @@ class OutgoingRequests:
             return [error for _ in requests]
         started = [self._started(*request) for request in requests]
         return [self._answer(task, wait) for (task, _, _), wait in zip(requests, started, strict=True)]
+
+    def ask_each(self, requests: Mapping[str, Request[Answer]]) -> list[Reply[Answer]]:
+        """Send a request to each task, concurrently; return the answers in order. Raises the first error."""
+        found = []
+        for answer in self.ask_all([(task, message, b"") for task, message in requests.items()]):
+            if isinstance(answer, DflowError):
+                raise answer
+            found.append(answer)
+        return found
 
     def _started(self, task: str, message: Request[Answer], payload: Payload) -> PendingReply[Answer] | DflowError:
         try:

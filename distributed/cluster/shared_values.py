@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import jax
 
@@ -20,7 +19,6 @@ from dflow.distributed.task.checkpoint_messages import (
     ReadCapture,
 )
 from dflow.distributed.wire.codec import decode_arrays
-from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.tracing.errors import DflowError
 from dflow.tracing.state.resources import Variable
 
@@ -45,17 +43,19 @@ class SharedValues:
         me, number = self._requests.task, next(CAPTURE_NUMBERS)
         captures = {task: CaptureVariables(me, number, tuple(keys)) for task, keys in self._keys.items()}
         try:
-            self._steps.while_paused(lambda: self._ask(captures), "an evaluation")
-            self._ask(dict.fromkeys(self._keys, EndCapture(me, number, self._name)))
+            self._steps.while_paused(lambda: self._requests.ask_each(captures), "an evaluation")
+            self._requests.ask_each(dict.fromkeys(self._keys, EndCapture(me, number, self._name)))
         except BaseException:
             with suppress(DflowError):
-                self._ask(dict.fromkeys(self._keys, EndCapture(me, number)))
+                self._requests.ask_each(dict.fromkeys(self._keys, EndCapture(me, number)))
             raise
 
     def read(self) -> tuple[str, list[jax.Array]] | None:
         """Return a name of the capture and its values, in the order of the variables; None unless all tasks have it."""
         me = self._requests.task
-        answers = self._ask({task: ReadCapture(me, self._name, tuple(keys)) for task, keys in self._keys.items()})
+        answers = self._requests.ask_each(
+            {task: ReadCapture(me, self._name, tuple(keys)) for task, keys in self._keys.items()}
+        )
         captures = {f"{answer.number} by {answer.origin}" if answer.origin else "" for answer, _ in answers}
         if len(captures) != 1 or "" in captures:
             return None
@@ -67,11 +67,4 @@ class SharedValues:
     def end(self) -> None:
         """End this task's use of the values; a task that is gone has released them too."""
         with suppress(DflowError):
-            self._ask(dict.fromkeys(self._keys, EndShare(self._requests.task, self._name)))
-
-    def _ask(self, messages: Mapping[str, Request[Answer]]) -> list[Any]:
-        answers = self._requests.ask_all([(task, message, b"") for task, message in messages.items()])
-        for answer in answers:
-            if isinstance(answer, DflowError):
-                raise answer
-        return answers
+            self._requests.ask_each(dict.fromkeys(self._keys, EndShare(self._requests.task, self._name)))

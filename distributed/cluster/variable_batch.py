@@ -188,10 +188,6 @@ class VariableBatch:
         time.sleep(RETRY_S * failures)  # the coordinator may not know of the loss yet
         return True
 
-    def create_again(self, variable: Variable) -> None:
-        """Like `create`, and also retry a variable that failed before."""
-        self.create([variable])
-
 
 _batches: WeakDict[Variable, VariableBatch] = WeakDict()
 _current: ContextVar[VariableBatch | None] = ContextVar("dflow_variable_batch", default=None)
@@ -219,12 +215,16 @@ def create(requests: OutgoingRequests, wanted: PendingVariable) -> None:
 def settle(variable: Variable) -> None:
     """Create a variable that waits for its batch, with the whole batch."""
     if "device" not in vars(variable):
-        _batches[variable].create_again(variable)
+        _batches[variable].create([variable])
 
 
 def _batch_of(requests: OutgoingRequests) -> VariableBatch:
     open_one = _current.get()
     return open_one if open_one is not None and open_one.requests is requests else VariableBatch(requests)
+
+
+#: A message to a task, with its payload, and the variables that it is about.
+_Parcel = tuple[tuple[str, CreateVariables, Payload], Sequence[PendingVariable]]
 
 
 class _Creation:
@@ -241,8 +241,8 @@ class _Creation:
     def create(self, wanted: Sequence[PendingVariable]) -> dict[Variable, DflowError]:
         """Create all of these; return the errors by failed variable."""
         placed = self._placed(wanted)
-        questions = [
-            _Parcel(task, CreateVariables(tuple(each.asked() for each in part)), part)
+        questions: list[_Parcel] = [
+            ((task, CreateVariables(tuple(each.asked() for each in part)), b""), part)
             for task, there in placed.items()
             for part in _parts(there)
         ]
@@ -270,7 +270,7 @@ class _Creation:
             values = [each.value(self._computed) for each in part]
             arrays, payload = encode_arrays(values)
             variables = tuple(replace(each.asked(), arrays=1) for each in part)
-            yield _Parcel(task, CreateVariables(variables, arrays), part, payload)
+            yield (task, CreateVariables(variables, arrays), payload), part
         for each in missing:
             if each.ops is not None:
                 yield self._recipe(task, each, each.ops.recipe(self._exports))
@@ -283,24 +283,24 @@ class _Creation:
         variable = replace(wanted.asked(), arrays=len(arrays), **made)
         blobs = [self._exports.blobs[program] for program in used]
         message = CreateVariables((variable,), arrays, tuple(map(len, blobs)))
-        return _Parcel(task, message, [wanted], b"".join((payload, *blobs)))
+        return (task, message, b"".join((payload, *blobs))), [wanted]
 
     def _send(self, parcels: Sequence[_Parcel]) -> list[PendingVariable]:
         """Send all messages; return the variables that the tasks lack and got no initial value for."""
         missing: list[PendingVariable] = []
-        answers = self._requests.ask_all([(parcel.task, parcel.message, parcel.payload) for parcel in parcels])
-        for parcel, answer in zip(parcels, answers, strict=True):
+        answers = self._requests.ask_all([request for request, _ in parcels])
+        for ((task, _, _), wanted), answer in zip(parcels, answers, strict=True):
             if isinstance(answer, DflowError):
-                self._failed.update((each.variable, answer) for each in parcel.wanted)
+                self._failed.update((each.variable, answer) for each in wanted)
                 continue
             created: VariablesCreated = answer.message
-            for position, each in enumerate(parcel.wanted):
+            for position, each in enumerate(wanted):
                 if position in created.failures:
-                    self._failed[each.variable] = error_of(created.failures[position], parcel.task)
+                    self._failed[each.variable] = error_of(created.failures[position], task)
                 elif position in created.missing:
                     missing.append(each)
                 else:
-                    self._created(each, parcel.task)
+                    self._created(each, task)
         return missing
 
     def _created(self, each: PendingVariable, task: str) -> None:
@@ -314,16 +314,6 @@ def _make_again(freed: Sequence[tuple[OutgoingRequests, PendingVariable]]) -> No
     failed = _Creation(freed[0][0]).create([each for _, each in freed])
     for variable, error in failed.items():
         raise type(error)(f"{error}{at(variable.loc)}") from None
-
-
-@dataclass(frozen=True)
-class _Parcel:
-    """A message to a task about the variables `wanted`."""
-
-    task: str
-    message: CreateVariables
-    wanted: Sequence[PendingVariable]
-    payload: Payload = b""
 
 
 def _by_task(wanted: Iterable[PendingVariable]) -> dict[str, list[PendingVariable]]:
