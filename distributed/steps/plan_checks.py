@@ -41,7 +41,7 @@ def check_step_of_run(step: StepOfRun) -> None:
             f"{len(step.unfinished)}\n  remove the cause of the failures, and start the process again"
         )
     numbers = step.number, step.call, step.epoch
-    if len(step.run) > MAX_TEXT or not all(0 <= number <= MAX_COUNT for number in numbers):
+    if len(step.run) > MAX_TEXT or not 0 <= min(numbers) <= max(numbers) <= MAX_COUNT:
         raise WireError(f"expected a step of a run, got call {step.call} of step {step.number} of {step.run[:64]!r}")
 
 

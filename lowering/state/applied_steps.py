@@ -105,7 +105,9 @@ class AppliedSteps:
     """The record of one process; thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Condition(threading.Lock())
+        # A plain lock beside its condition: this is entered several times in each step, where a condition costs more.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._by_call: dict[tuple[str, int], _CallRecord] = {}
         self._results: dict[str, RunResults] = {}
         #: Number of the newest return to an earlier record.
@@ -160,10 +162,14 @@ class AppliedSteps:
                     f"snapshot: expected a step of after it, got one of after return {step.epoch}",
                     "let the loop do it again",
                 )
-            results = self._results.setdefault(step.run, RunResults())
+            results = self._results.get(step.run)
+            if results is None:
+                results = self._results[step.run] = RunResults()
             _refuse_ended(step, results)
-            applied = self._by_call.setdefault((step.run, step.call), _CallRecord(results))
-        return StepAttempt(step, applied, self._lock, owner)
+            applied = self._by_call.get((step.run, step.call))
+            if applied is None:
+                applied = self._by_call[step.run, step.call] = _CallRecord(results)
+        return StepAttempt(step, applied, self._changed, self._lock, owner)
 
     def end_steps(self, run: str, owner: str, unfinished: Iterable[int]) -> None:
         """Note that the steps of the run that `owner` began have ended on all tasks, but the `unfinished` ones."""
@@ -187,8 +193,10 @@ def _refuse_ended(step: StepOfRun, results: RunResults) -> None:
 class StepAttempt:
     """One attempt at the part of a step in this process; thread-safe. Made by `AppliedSteps.attempt`."""
 
-    def __init__(self, step: StepOfRun, applied: _CallRecord, lock: threading.Condition, owner: str) -> None:
-        self._step, self._applied, self._lock, self._owner = step, applied, lock, owner
+    def __init__(
+        self, step: StepOfRun, applied: _CallRecord, changed: threading.Condition, lock: threading.Lock, owner: str
+    ) -> None:
+        self._step, self._applied, self._changed, self._lock, self._owner = step, applied, changed, lock, owner
         self.is_synchronous = step.is_synchronous
         #: Whether it is also an attempt at the changes that programs make.
         self.covers_programs = not isinstance(step, OwnStep)
@@ -213,7 +221,7 @@ class StepAttempt:
         record, number = self._applied, self._step.number
         with self._lock:
             one = self._counted(keys)
-            if not self._lock.wait_for(lambda: (number, one) not in record.pending, STARTING_S):
+            if not self._changed.wait_for(lambda: (number, one) not in record.pending, STARTING_S):
                 raise DeadlineExceeded(
                     f"step {number} of run {self._step.run!r}: another attempt did not end its change of {keys[0]!r} "
                     f"within {STARTING_S:g} s"
@@ -231,7 +239,7 @@ class StepAttempt:
                     self._undo(keys)
                 elif is_kept(results):
                     record.results.keep(number, self._owner, one, results)
-                self._lock.notify_all()
+                self._changed.notify_all()
         return results
 
     def start_once(self, key: str, start: StartOp, on_results: OnResults, *, has_results: bool) -> Cancel:
