@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         "--program",
         choices=PROGRAMS,
         default=STEPS,
-        help="the workers run steps over all tasks, train synchronously in rounds, share a queue or variables, or run "
+        help="the workers run steps over all tasks, train synchronously in rounds, share variables, or run "
         f"steps or rounds that change variables, with snapshots of these (default: {STEPS})",
     )
     made.add_argument(

@@ -40,8 +40,6 @@ from tests.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faul
 from tests.simulation.link import Connections, SimulatedTransport
 from tests.simulation.network import Network, Process
 from tests.simulation.programs import PROGRAMS, SNAPSHOTS, STEPS, WITH_SNAPSHOTS, WorkerProgram
-from tests.simulation.queue_program import NAME as QUEUE_NAME
-from tests.simulation.queue_program import QueueChecks, QueueWorker, contents
 from tests.simulation.round_checks import RoundChecks
 from tests.simulation.round_snapshot_checks import RoundSnapshotChecks
 from tests.simulation.round_snapshots_program import RoundSnapshotsWorker
@@ -73,7 +71,7 @@ class FaultSchedule:
     """The parameters of a simulation; equal values give equal events. With `faults` None, they are drawn from the seed.
 
     `program`  what the workers do, one of `PROGRAMS`
-    `steps`    number of steps or rounds of the run; each worker does 2 ops per step on the queue, or 3 on variables.
+    `steps`    number of steps or rounds of the run; each worker does 3 ops per step on variables.
                In the programs with snapshots, a run has 4 times as many steps
     """
 
@@ -164,7 +162,6 @@ class _ScheduleRun:
             self._snapshot_checks = kind(ps, self._steps)
         self.checks = self._snapshot_checks or Checks(ps, self._steps if schedule.program == STEPS else 0)
         self._round_checks = RoundChecks(self.checks.require, ps)
-        self._queue_checks = QueueChecks(self.checks.require)
         self._variable_checks = VariableChecks(self.checks.require)
         self._first_ps = ps[0]
         self._faults = schedule.actual_faults
@@ -217,9 +214,6 @@ class _ScheduleRun:
             self.checks.require(not (text := self._connections.overfull()), "bounded", text)
         self.checks.end(self._tasks.statistics())
         self._round_checks.end()
-        queue = self._tasks.resource(self._first_ps, QUEUE_NAME)
-        if queue is not None:
-            self._queue_checks.end(str(self._network.process(self._first_ps)), contents(queue))
 
     def keep_record(self, record: logging.LogRecord) -> bool:
         """Put a record of the runtime's log into the schedule's, and nowhere else; errors violate an invariant."""
@@ -388,9 +382,6 @@ class _ScheduleRun:
                 if isinstance(checks, RoundSnapshotChecks):
                     return RoundSnapshotsWorker(member, self._tasks, self._round_checks, checks, *shape, schedule.seed)
                 return RoundsWorker(member, self._tasks, self._round_checks, *shape)
-            case "queue":
-                ops = 2 * schedule.steps
-                return QueueWorker(member, self._tasks, self._queue_checks, ps[0], ops, str(schedule.seed))
             case "variables":
                 ops = 3 * schedule.steps
                 return VariablesWorker(member, self._tasks, self._variable_checks, ops, str(schedule.seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from dflow.distributed.coordinator import coordinator, coordinator_state, surviving_store
@@ -21,6 +22,7 @@ _FULL = "full=coordinator@0+3,kill=worker:0@0.5+0.3,kill=coordinator@2.5+0.5"
 _KNOWN = "at=commit*5/coordinator+1,at=commit*6/ps:0+3"
 
 _STORE = surviving_store.SurvivingStore
+_STATE = coordinator_state.CoordinatorState
 
 
 def _once(original: Any) -> Any:
@@ -48,21 +50,13 @@ def _with_the_next_write(original: Any) -> Any:
     return written
 
 
-def _planted(says: str, owner: Any, attribute: str, made: Any, found_by: str, faults: str) -> Mutation:
-    return Mutation(says, owner, attribute, made, found_by, faults, SNAPSHOTS)
+_planted = partial(Mutation, program=SNAPSHOTS)
 
 
 MOMENT_MUTATIONS = (
     _planted("a write that failed is not tried again", _STORE, "_try", _once, "none lost", _LOST),
     _planted("a write that failed counts as done", _STORE, "_try", _as_written, "one in office", _FULL),
-    _planted(
-        "what is not written is told",
-        coordinator_state.CoordinatorState,
-        "waits",
-        giving(False),
-        "one in office",
-        _FULL,
-    ),
+    _planted("what is not written is told", _STATE, "waits", giving(False), "one in office", _FULL),
     _planted(
         "a snapshot is told of before its record is written",
         coordinator.Coordinator,

@@ -22,21 +22,23 @@ from dflow.distributed.synchronous import rounds
 from dflow.distributed.task import member_gate, task_server
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.distributed.transport import session as transport_session
-from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
+from dflow.lowering.queues import accumulator_machine, accumulators
 from dflow.lowering.state import applied_steps
 from dflow.lowering.values.index_set import IndexSet
 from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
 from tests.simulation.faults import parse_faults
 from tests.simulation.moment_mutations import MOMENT_MUTATIONS
 from tests.simulation.planting import Made, Mutation, change_is_new, doing_nothing, giving
-from tests.simulation.programs import QUEUE, ROUND_SNAPSHOTS, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
+from tests.simulation.programs import ROUND_SNAPSHOTS, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
 from tests.simulation.round_snapshot_mutations import ROUND_SNAPSHOT_MUTATIONS
 from tests.simulation.snapshot_mutations import SNAPSHOT_MUTATIONS
 
 #: How much is done in a schedule of each program.
-STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4, VARIABLES: 4, SNAPSHOTS: 6, ROUND_SNAPSHOTS: 5}
+STEPS_OF = {STEPS: 9, ROUNDS: 4, VARIABLES: 4, SNAPSHOTS: 6, ROUND_SNAPSHOTS: 5}
 #: Within so many schedules each has to be found.
 SCHEDULES = 150
+_DIRECTORY = variable_directory.VariableDirectory
+_STATE = coordinator_state.CoordinatorState
 
 
 def _without(kind: type) -> Made:
@@ -169,35 +171,8 @@ def _never_due(original: Any) -> Any:
     return receive
 
 
-def _peeking(original: Any) -> Any:
-    return lambda order: order.contents()[0]
-
-
-def _the_last(original: Any) -> Any:
-    return lambda order: order._elements.pop()
-
-
-def _served(original: Any) -> Any:
-    def let_in(queue: Any) -> Any:
-        if queue._enqueuing and len(queue.order) >= queue._room():
-            return queue_machine.Serve(queue._enqueuing.popitem(last=False)[0])
-        return original(queue)
-
-    return let_in
-
-
 def _ending_any(original: Any) -> Any:
     return lambda steps, worker, number, **options: original(steps, worker, 1 << 62, **options)
-
-
-def _let_all_in(original: Any) -> Any:
-    def close(queue: Any, cancel_pending: bool = False) -> Any:
-        for rest, _ in queue._enqueuing.values() if cancel_pending else ():
-            for element in rest:
-                queue.order.push(element)
-        return original(queue, cancel_pending)
-
-    return close
 
 
 def _keeping(original: Any) -> Any:
@@ -292,7 +267,7 @@ _BREAKS = "breaks=0.15"
 _DRIVER = session_driver.SessionDriver
 _BARRIERS = barriers.Barriers
 _SESSION = coordinator_session.CoordinatorSession
-_QUEUE, _ACCUMULATOR, _ROUNDS = queue_machine.QueueMachine, accumulator_machine.AccumulatorMachine, rounds.Rounds
+_ACCUMULATOR, _ROUNDS = accumulator_machine.AccumulatorMachine, rounds.Rounds
 _HELD = accumulators.HeldAccumulator
 _LINK = transport_session.Session
 _ATTEMPT = applied_steps.StepAttempt
@@ -307,35 +282,17 @@ MUTATIONS = (
     Mutation("steps that are given up are lost", _RUN, "settle", _settling(_give_nothing_back), "none lost"),
     Mutation("the last step of a report does not count", _RUN, "settle", _settling(_count_one_less), "done once"),
     Mutation("a run does not outlive the coordinator", _RUN, "_save", _saving_nothing, "done once"),
-    Mutation(
-        "members do not outlive the coordinator",
-        membership.Membership,
-        "_changed",
-        _changed_for_now,
-        "rosters in order",
-    ),
+    Mutation("members do not outlive the coordinator", _MEMBERS, "_changed", _changed_for_now, "rosters in order"),
     Mutation("offices do not outlive the coordinator", decisions.Decisions, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
     Mutation("a task's old life stays", _MEMBERS, "_release", _keep_the_old_life, "one of a name"),
-    Mutation(
-        "a holder is given no more time than others",
-        variable_directory.VariableDirectory,
-        "holds_state",
-        giving(False),
-        "holder kept",
-    ),
+    Mutation("a holder is given no more time than others", _DIRECTORY, "holds_state", giving(False), "holder kept"),
     Mutation("silence is not noticed", _MEMBERS, "tick", doing_nothing, "none lost"),
-    Mutation(
-        "who is given up is not disconnected",
-        coordinator_state.CoordinatorState,
-        "handle",
-        _without(Disconnect),
-        "none lost",
-    ),
+    Mutation("who is given up is not disconnected", _STATE, "handle", _without(Disconnect), "none lost"),
     Mutation("a barrier passes before all have come", _BARRIERS, "_pass_if_complete", _pass_early, "one view"),
     Mutation("each is told of another barrier", barriers, "_answer", _tell_each_another, "one view"),
     Mutation("whoever asks is elected", decisions.Decisions, "elect", giving(True), "one in office"),
-    Mutation("ended steps are forgotten", rendezvous.Rendezvous, "_has_ended", giving(False), "nothing left"),
+    Mutation("ended steps are forgotten", _MEETING, "_has_ended", giving(False), "nothing left"),
     Mutation("a task's gate hears of no members", member_gate.MemberGate, "roster_changed", doing_nothing, "none lost"),
     Mutation("a value is delivered twice", _MEETING, "put", _deliver_twice, "nothing raises"),
     Mutation("an ask is not asked again", _SESSION, "_send_all", doing_nothing, "none lost"),
@@ -357,11 +314,6 @@ MUTATIONS = (
     Mutation("more is called heard than was", _LINK, "say_received", _one_more, "heard once", _BREAKS),
     Mutation("what is acknowledged is kept", _LINK, "acknowledge", doing_nothing, "bounded"),
     Mutation("nothing is acknowledged in itself", _LINK, "receive", _never_due, "bounded"),
-    Mutation("an element is given to two", queue_machine.ElementOrder, "pop", _peeking, "taken once", program=QUEUE),
-    Mutation("the last in is the first out", queue_machine.ElementOrder, "pop", _the_last, "in order", program=QUEUE),
-    Mutation("a waiter that gave up is served", _QUEUE, "abandon", doing_nothing, "refused", program=QUEUE),
-    Mutation("what finds no room counts as in", _QUEUE, "_let_in", _served, "none lost", program=QUEUE),
-    Mutation("what was refused goes in", _QUEUE, "close", _let_all_in, "refused", program=QUEUE),
     Mutation("a stale gradient counts", _ACCUMULATOR, "is_fresh", giving(True), "counted once", program=ROUNDS),
     Mutation("a sum is not reset", accumulators.HeldAccumulator, "_answer", _keeping, "counted once", program=ROUNDS),
     Mutation("a gradient is lost", _HELD, "_with", _the_old, "first m", program=ROUNDS),
@@ -371,7 +323,7 @@ MUTATIONS = (
     Mutation("fewer are not enough", _ACCUMULATOR, "set_enough", doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("a round is told of again", _ROUNDS, "ready", _done_before, "later rounds", program=ROUNDS),
     Mutation("a failed update fails the run for ever", _ROUNDS, "open", _once_failed, "none lost", _APART, ROUNDS),
-    Mutation("no process is recorded", membership.Membership, "process", giving(""), "one life", program=VARIABLES),
+    Mutation("no process is recorded", _MEMBERS, "process", giving(""), "one life", program=VARIABLES),
     Mutation(
         "a write may come before the news of the death that led to it",
         member_gate.MemberGate,

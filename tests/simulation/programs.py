@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-#: Asynchronous steps claimed from the coordinator; synchronous training by rounds; a shared queue; shared variables;
+#: Asynchronous steps claimed from the coordinator; synchronous training by rounds; shared variables;
 #: asynchronous steps, or synchronous training, that change variables, with snapshots of them.
-STEPS, ROUNDS, QUEUE, VARIABLES, SNAPSHOTS, ROUND_SNAPSHOTS = PROGRAMS = (
+STEPS, ROUNDS, VARIABLES, SNAPSHOTS, ROUND_SNAPSHOTS = PROGRAMS = (
     "steps",
     "rounds",
-    "queue",
     "variables",
     "snapshots",
     "round-snapshots",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from dflow.distributed.synchronous import rounds, step_aggregator
 from dflow.distributed.training import run_progress
 from dflow.lowering.queues import accumulators
 from dflow.lowering.state import applied_steps
-from tests.simulation.planting import Made, Mutation, change_is_new, doing_nothing
+from tests.simulation.planting import Mutation, change_is_new, doing_nothing
 from tests.simulation.programs import ROUND_SNAPSHOTS
 
 #: The ps task that aggregates the rounds, or another one, dies in the middle of the run.
@@ -22,6 +23,8 @@ _APART = "cut=ps:0/ps:1@0.4385+7.2"
 _OFTEN = "kill=ps:0@6+0.1,kill=ps:0@10.5+0.1,kill=ps:0@15+0.1,kill=ps:0@19.5+0.1"
 
 _RUN = step_aggregator._AggregatedRun
+_AGGREGATOR = step_aggregator.StepAggregator
+_ATTEMPT = applied_steps.StepAttempt
 
 
 def _of_any_accumulator(original: Any) -> Any:
@@ -68,14 +71,13 @@ def _in_place(original: Any) -> Any:
     return return_to
 
 
-def _planted(says: str, owner: Any, attribute: str, made: Made, found_by: str, faults: str) -> Mutation:
-    return Mutation(says, owner, attribute, made, found_by, faults, ROUND_SNAPSHOTS)
+_planted = partial(Mutation, program=ROUND_SNAPSHOTS)
 
 
 ROUND_SNAPSHOT_MUTATIONS = (
     _planted(
         "the aggregator does not return to its round",
-        step_aggregator.StepAggregator,
+        _AGGREGATOR,
         "return_to",
         doing_nothing,
         "one moment",
@@ -93,12 +95,7 @@ ROUND_SNAPSHOT_MUTATIONS = (
         _OFTEN,
     ),
     _planted(
-        "a task does not record the update of a round",
-        applied_steps.StepAttempt,
-        "_begins",
-        change_is_new,
-        "applied once",
-        _APART,
+        "a task does not record the update of a round", _ATTEMPT, "_begins", change_is_new, "applied once", _APART
     ),
     _planted("half of a round is in a snapshot", _RUN, "copy", _as_whole, "one moment", _APART),
     _planted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from dflow.distributed.snapshots.snapshot_messages import CaptureState, StateCap
 from dflow.distributed.steps import retries, step_gate
 from dflow.lowering.state import applied_steps
 from tests.simulation.blocking_program import CURRENT
-from tests.simulation.planting import Made, Mutation, doing_nothing, giving
+from tests.simulation.planting import Mutation, doing_nothing, giving
 from tests.simulation.programs import SNAPSHOTS
 
 #: A worker's step is applied on one task only, and the worker dies.
@@ -35,6 +36,10 @@ _LOSSES = "loss=0.3,mixed=0.3,breaks=0.2"
 _RECOVERY, _ATTEMPT = recovery.Recovery, cluster_snapshots.SnapshotAttempt
 _SNAPSHOTS = cluster_snapshots.ClusterSnapshots
 _PARTS = task_snapshots.TaskSnapshots
+_DIRECTORY = variable_directory.VariableDirectory
+_CLAIMS = step_claims.StepClaims
+_APPLIED = applied_steps.AppliedSteps
+_RUN = claimed_run.ClaimedRun
 
 
 def _no_part_awaited(original: Any) -> Any:
@@ -148,8 +153,7 @@ def _removed_before_the_commit(original: Any) -> Any:
     return lambda parts, message: original(parts, msgspec.structs.replace(message, committed=0))
 
 
-def _planted(says: str, owner: Any, attribute: str, made: Made, found_by: str, faults: str | None = None) -> Mutation:
-    return Mutation(says, owner, attribute, made, found_by, faults, SNAPSHOTS)
+_planted = partial(Mutation, program=SNAPSHOTS)
 
 
 SNAPSHOT_MUTATIONS = (
@@ -164,34 +168,17 @@ SNAPSHOT_MUTATIONS = (
     _planted("a task returns once only", _PARTS, "_load", _always_the_first, "one moment", _TWICE),
     _planted("a task returns before others have read", _RECOVERY, "_load", _without_reading, "all read"),
     _planted("state made since is not freed", _PARTS, "_load", _none_freed, "one moment", _EARLY),
-    _planted("the ledger does not return", step_claims.StepClaims, "return_to", giving(0), "one moment"),
-    _planted("claims outlive a return", claimed_run.ClaimedRun, "return_to", _claims_kept, "done once"),
-    _planted(
-        "a dead worker's step is not awaited", step_claims.StepClaims, "is_clear", giving(True), "one moment", _HALF
-    ),
-    _planted(
-        "a failed step is not done first", claimed_run.ClaimedRun, "note_done", _without_failures, "one moment", _LOSSES
-    ),
+    _planted("the ledger does not return", _CLAIMS, "return_to", giving(0), "one moment"),
+    _planted("claims outlive a return", _RUN, "return_to", _claims_kept, "done once"),
+    _planted("a dead worker's step is not awaited", _CLAIMS, "is_clear", giving(True), "one moment", _HALF),
+    _planted("a failed step is not done first", _RUN, "note_done", _without_failures, "one moment", _LOSSES),
     _planted("a step waits for a return", retries, "is_in_step", giving(False), "no cycle", _AT_ONCE),
     _planted("a step that runs is not awaited", step_gate.StepGate, "close", _idle_at_once, "one moment"),
-    _planted(
-        "a lost variable is made again",
-        variable_directory.VariableDirectory,
-        "joined",
-        _bound_to_the_next_process,
-        "same variable",
-        _BOTH,
-    ),
+    _planted("a lost variable is made again", _DIRECTORY, "joined", _bound_to_the_next_process, "same variable", _BOTH),
     _planted("a task captures after its report", _PARTS, "_write", _captured_after_the_report, "one moment"),
     _planted(
         "a part goes before the next is committed", _PARTS, "_write", _removed_before_the_commit, "none lost", _FULL
     ),
-    _planted(
-        "a part has no applied steps",
-        applied_steps.AppliedSteps,
-        "copy",
-        giving(applied_steps.AppliedCopy()),
-        "applied once",
-    ),
-    _planted("applied steps do not return", applied_steps.AppliedSteps, "return_to", doing_nothing, "none lost", _DIES),
+    _planted("a part has no applied steps", _APPLIED, "copy", giving(applied_steps.AppliedCopy()), "applied once"),
+    _planted("applied steps do not return", _APPLIED, "return_to", doing_nothing, "none lost", _DIES),
 )

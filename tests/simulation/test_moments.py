@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dflow.tracing.moments import ROLES
 from tests.effort import examples
 from tests.simulation.fault_schedule import FaultSchedule, simulate
 from tests.simulation.faults import COORDINATOR, AtMoment, Faults, Outage, parse_faults
@@ -45,11 +44,3 @@ def test_a_process_ends_at_a_moment(moment: str, host: str) -> None:
 def test_the_coordinator_cannot_write_for_a_while(program: str, faults: str) -> None:
     ended = simulate(FaultSchedule(0, steps=6, faults=parse_faults(faults), program=program))
     assert not ended.broken, str(ended)
-
-
-def test_moments_are_read_and_named() -> None:
-    text = "at=first-call*2/ps:0+0.7"
-    assert str(parse_faults(text)) == text
-    assert {*MOMENTS} < {*ROLES}
-    with pytest.raises(ValueError, match="there is no moment 'lunch'; there are creation, first call"):
-        parse_faults("at=lunch*1/ps:0+1")
