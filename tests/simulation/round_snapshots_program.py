@@ -117,11 +117,11 @@ class RoundSnapshotsWorker(RoundsWorker):
         """Report rounds: in these schedules the strategy's time is simulated."""
         self._member.driver.tell(message)
 
-    def take_part(self, run: str, job: str) -> RoundsWorker:
+    def take_part(self, run: str) -> RoundsWorker:
         """Return this worker, as its part in the run, once the run's host is not lost."""
-        place = PlaceVariable(f"{run}/rounds", "", (), 0, job, kind="run", on=name_of(self._host), is_saved=False)
+        place = PlaceVariable(f"{run}/rounds", "", (), 0, "ps", kind="run", on=name_of(self._host), is_saved=False)
         self.retried(lambda: self._member.ask_coordinator(place))
-        return super().take_part(run, job)
+        return super().take_part(run)
 
     # As its part in the run.
 

@@ -7,7 +7,7 @@ as if it held a variable. The host and the other ps tasks run the real code for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from dflow.distributed.synchronous.round_messages import (
 )
 from dflow.distributed.synchronous.step_aggregator import StepAggregator
 from dflow.distributed.synchronous.sync import Sync
+from dflow.distributed.training.strategy import StrategyRun
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.plans import RunPlan
@@ -58,9 +59,9 @@ _TICKETS = 2**31 - 1
 class SimulatedSync(Sync):
     """Trains on a `RoundsWorker`."""
 
-    def _part(self, run: str) -> Any:
-        worker: Any = self.cluster
-        return cast(RoundsWorker, worker).take_part(run, self._job)
+    def results(self, run: StrategyRun) -> Iterator[Any]:
+        part: Any = cast(RoundsWorker, self.cluster).take_part(run.name)
+        return self._rounds(part, run)
 
 
 class RoundsWorker(TrainingWorker):
@@ -115,7 +116,7 @@ class RoundsWorker(TrainingWorker):
         """Return the live workers, and the number of all workers."""
         return self._tasks.live_workers(self._member), self._workers
 
-    def take_part(self, run: str, job: str) -> RoundsWorker:
+    def take_part(self, run: str) -> RoundsWorker:
         """Return this worker, as its part in the run."""
         self._name = run
         return self

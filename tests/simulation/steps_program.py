@@ -73,7 +73,6 @@ class TrainingWorker(RecoveringState):
         self.task = member.name
         self.coordinator = self.steps = self
         self._member = member
-        self.session = member.driver
 
     def part(self, kind: Any) -> Any:
         """Make a part of the cluster; the parts of the strategies here keep nothing."""
