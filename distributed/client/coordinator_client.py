@@ -20,7 +20,7 @@ from dflow.distributed.coordinator.task_totals import largest
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
-from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
+from dflow.distributed.wire.messages.message import Answer, Message, Request
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster
 from dflow.distributed.wire.messages.status import GetHealth
@@ -65,6 +65,8 @@ class CoordinatorClient:
             settings=settings or SessionSettings(),
             clock=self.clock,
         )
+        #: Send the coordinator a notification; does not wait, and is dropped during an outage.
+        self.tell = self.session.tell
         self.session.open(timeout_s)
 
     # Being a task.
@@ -127,10 +129,6 @@ class CoordinatorClient:
         if timeout_s is None:
             timeout_s = _timeout_s(message)
         return self.session.ask(message, timeout_s)
-
-    def tell(self, message: Notice) -> None:
-        """Send the coordinator a notification; does not wait, and is dropped during an outage."""
-        self.session.tell(message)
 
     # The other tasks.
 

@@ -50,24 +50,16 @@ class Outflow(Generic[Item]):
         self.senders = 1
         #: By destination, the bytes pushed and not credited, including `COST_BYTES` per value.
         self.untaken: Counter[str] = Counter()
-        #: The values kept.
+        #: The offered values, until they are requested, declined, or expire.
         self.kept: dict[Offered, Item] = {}
 
     def pushes(self, destination: str, size_bytes: int) -> bool:
-        """Whether to push a value, which then counts until it is credited. If false, `keep` it and send an offer."""
+        """Whether to push a value, which then counts until it is credited. If not, keep it and send an offer."""
         after = self.untaken[destination] + size_bytes + COST_BYTES
         if after > self._window // self.senders:
             return False
         self.untaken[destination] = after
         return True
-
-    def keep(self, offer: Offered, item: Item) -> None:
-        """Keep an offered value."""
-        self.kept[offer] = item
-
-    def end(self, offer: Offered) -> Item | None:
-        """Remove and return an offered value that was requested, declined or has expired; None if it has ended."""
-        return self.kept.pop(offer, None)
 
     def credit(self, destination: str, size_bytes: int) -> None:
         """Note that `destination` has taken `size_bytes` of the pushed values."""

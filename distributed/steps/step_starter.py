@@ -88,6 +88,8 @@ class StepStarter:
 
     def __init__(self, name: str, peers: Peers, plans: PlanRegistry, runs: PlanRuns) -> None:
         self._name, self._peers, self._plans, self._runs = name, peers, plans, runs
+        #: Run the rest of this task's part of a step, which `run_own` began ahead.
+        self.release_own = runs.release
         self.first = first_of_a_life()
         self._numbers = itertools.count(self.first + 1)
 
@@ -145,10 +147,6 @@ class StepStarter:
             self._runs.run(executable, step, feeds, partial(parts.ended, self._name), ahead=ahead, of=of)
         except Exception as error:
             parts.ended(self._name, error)
-
-    def release_own(self, step: StepId, of: StepOfRun | None = None) -> None:
-        """Run the rest of this task's part of a step, which `run_own` began ahead."""
-        self._runs.release(step, of)
 
     def cancel(self, step: StepId, peers: Iterable[Peer], error: BaseException) -> None:
         """End all parts of a step with `error`."""

@@ -114,6 +114,8 @@ class TaskChannel:
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous[_Receiver, _Held] = Rendezvous()
         self._clock = clock or Timers("dflow deadlines")
+        #: Stop all deadlines: no wait expires any more.
+        self.close = self._clock.close
         self._deadlines = Deadlines(wait_timeout_s, self._waits, self._expire, self._clock, self._lock)
         #: Sent messages by edge, destination and number of values in each, so that a message costs one count.
         self._traffic: dict[tuple[str, str, int], _Total] = defaultdict(_Total)
@@ -146,7 +148,7 @@ class TaskChannel:
             is_pushed = self._outflow.pushes(destination, size_bytes)
             if not is_pushed:
                 offer = Offered(destination, step, edge)
-                self._outflow.keep(offer, _OfferedValues(len(values), payload, self._offers.begin()))
+                self._outflow.kept[offer] = _OfferedValues(len(values), payload, self._offers.begin())
         if not is_pushed:
             peer.notify(Offer(step.origin, step.number, edge, size_bytes))
             return
@@ -221,7 +223,7 @@ class TaskChannel:
         step = StepId(pull.origin, pull.step)
         offer = Offered(peer.name, step, pull.edge)
         with self._lock:
-            kept = self._outflow.end(offer)
+            kept = self._outflow.kept.pop(offer, None)
         if kept is not None and pull.wanted:
             began = self._recorder.clock()
             peer.notify(Values(pull.origin, pull.step, pull.edge, was_offered=True), kept.payload)
@@ -335,10 +337,6 @@ class TaskChannel:
         with self._lock:
             return self._rendezvous.statistics()
 
-    def close(self) -> None:
-        """Stop all deadlines: no wait expires any more."""
-        self._clock.close()
-
     def _waits(self) -> list[tuple[float, _Receiver]]:
         """The waits that expire, each after the time when it does."""
         return [(one.ends_s, one) for one in self._rendezvous.waiters() if one.ends_s < math.inf]
@@ -365,7 +363,7 @@ class TaskChannel:
 
     def _expire_offer(self, offer: Offered) -> None:
         with self._lock:
-            kept = self._outflow.end(offer)
+            kept = self._outflow.kept.pop(offer, None)
         if kept is not None:
             LOGGER.warning(
                 "%s kept edge %r of %s for %s, which did not ask for it within %g s; it is dropped",

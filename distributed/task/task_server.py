@@ -183,6 +183,8 @@ class TaskServer(Handler):
             on_opened=self.member_gate.opened,
             submit=self.threads.submit,
         )
+        #: Return the connection to another task, opened if needed; see `Peers.get`.
+        self.peer = self.peers.get
         #: The channel over which this task's plans send and receive.
         self.channel = TaskChannel(
             name,
@@ -208,6 +210,8 @@ class TaskServer(Handler):
         for part in self.parts:
             self._add_handlers(part)
         self._listener = transport.listen(address, name=name, handler=self, resume_s=settings.reach_timeout_s)
+        #: Address that other tasks connect to.
+        self.address = self._listener.address
 
     def _add_handlers(self, part: TaskServer | TaskPart) -> None:
         for kind, handle in part.notices.handlers.items():
@@ -216,15 +220,6 @@ class TaskServer(Handler):
             method = MethodType(request, part)
             is_queued = part.requests.threaded.get(kind)
             self._requests[kind] = method if is_queued is None else partial(self._answer_on_thread, method, is_queued)
-
-    @property
-    def address(self) -> str:
-        """Address that other tasks connect to."""
-        return self._listener.address
-
-    def peer(self, task: str) -> Peer:
-        """Return the connection to another task, opened if needed; see `Peers.get`."""
-        return self.peers.get(task)
 
     def doing(self) -> str:
         """Describe the oldest part of a step that runs here, and its longest wait, or what is compiled; else empty."""

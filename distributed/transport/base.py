@@ -76,6 +76,8 @@ class Peer:
         #: Why the connection ended; empty while it is open.
         self.closed = ""
         self._link = link
+        #: Send the messages that wait for a next one.
+        self.flush = link.flush
         self._local = local
         self._handler = handler
         self._limits = limits
@@ -113,10 +115,6 @@ class Peer:
             self._forget(number)
             raise
         return pending
-
-    def flush(self) -> None:
-        """Send the messages that wait for a next one."""
-        self._link.flush()
 
     def call(self, message: Request[Answer], payload: SentPayload = b"", *, timeout_s: float) -> Reply[Answer]:
         """Send a request and wait for its reply; raises what `start` and `PendingReply.wait` raise."""

@@ -55,20 +55,17 @@ class SharedSecret(SecurityPolicy):
         self._client.verify_mode = ssl.CERT_NONE
         self._lock = threading.Lock()
         self._server: ssl.SSLContext | None = None
+        #: In DER.
         self._server_certificate = b""
 
     def check_address(self, address: Address, *, listens: bool) -> None:
         """Raise ConfigError if a TCP address is to be listened on without `cryptography`."""
         if listens and isinstance(address, TcpAddress):
-            self._server_context()
-
-    def browser_context(self) -> ssl.SSLContext:
-        """Return the context with the self-signed certificate, about which browsers warn."""
-        return self._server_context()
+            self.browser_context()
 
     def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
         """Shake hands and exchange proofs."""
-        context = self._server_context() if is_server else self._client
+        context = self.browser_context() if is_server else self._client
         stream = TlsStream(sock, context, is_server=is_server)
         stream.shake_hands(deadline)
         certificate = self._server_certificate if is_server else stream.certificate()
@@ -82,8 +79,8 @@ class SharedSecret(SecurityPolicy):
         )
         return Secured(stream, "")
 
-    def _server_context(self) -> ssl.SSLContext:
-        """Return the listener's TLS context, created at the first call with its certificate, which is kept in DER."""
+    def browser_context(self) -> ssl.SSLContext:
+        """Return the context of listeners, made at the first call with its certificate, about which browsers warn."""
         with self._lock:
             if self._server is None:
                 pair = self_signed(datetime.now(UTC), _EPHEMERAL)

@@ -51,7 +51,7 @@ class Model:
         if self.outflow.pushes("receiver", size):
             self.to_receiver.append(("value", edge, size))
         else:
-            self.outflow.keep(Offered("receiver", STEP, edge), size)
+            self.outflow.kept[Offered("receiver", STEP, edge)] = size
             self.to_receiver.append(("offer", edge, size))
 
     def want(self, edge: str) -> None:
@@ -96,8 +96,7 @@ class Model:
             case Credit(size_bytes):
                 self.outflow.credit("receiver", size_bytes)
             case Pull(_, _, edge, wanted):
-                size = self.outflow.end(Offered("receiver", STEP, edge))
-                assert size is not None
+                size = self.outflow.kept.pop(Offered("receiver", STEP, edge))
                 if wanted:
                     self.to_receiver.append(("pulled", edge, size))
 
@@ -157,10 +156,9 @@ def test_a_task_that_is_lost_leaves_nothing() -> None:
     assert outflow.pushes("ps", WINDOW - COST_BYTES)
     assert not outflow.pushes("ps", 1)
     assert outflow.pushes("other", 1)
-    outflow.keep(Offered("ps", STEP, "e"), "kept")
+    outflow.kept[Offered("ps", STEP, "e")] = "kept"
     outflow.forget("ps")
     assert not outflow.kept
-    assert outflow.end(Offered("ps", STEP, "e")) is None
     assert outflow.pushes("ps", 1)
     inflow = Inflow(WINDOW)
     inflow.hold("ps", STEP, "held", WINDOW)

@@ -56,5 +56,5 @@ def test_a_run_is_forgotten_with_its_last_loop_unless_a_step_has_not_ended() -> 
 def test_a_life_begins_beyond_all_steps_of_the_one_before() -> None:
     first, second = first_of_a_life(), first_of_a_life()
     assert second - first >= STEPS_OF_A_LIFE
-    assert StepId("/job:ps/task:0", second + 7).place == 7
+    assert StepId("/job:ps/task:0", second + 7).index == 7
     assert second + STEPS_OF_A_LIFE < 1 << 63

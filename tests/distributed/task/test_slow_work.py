@@ -144,7 +144,7 @@ def test_closing_waits_for_no_compilation(compilations: Compilations, make_clust
 
 #: Requests, each with a function that its handler calls.
 SLOW: dict[str, tuple[ModuleType, str, Message]] = {
-    "save": (task_checkpoints, "place_of", SaveVariables(CLIENT, 1, "/nowhere", ())),
+    "save": (task_checkpoints, "location_of", SaveVariables(CLIENT, 1, "/nowhere", ())),
     "read": (task_checkpoints, "open_arrays", ReadCheckpoint(CLIENT, 1, "/nowhere", "", {})),
     "create": (variable_creation, "_parts", CreateVariables((), ())),
 }
