@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.tables.routing import combined, route
+from dflow.tables.routing import MOST_COUNTED, combined, route
 from dflow.tables.shard_layout import ShardLayout, traffic_cuts
 from tests.effort import examples
 
@@ -23,7 +23,8 @@ COMBINED = {"scatter_add": np.add, "scatter_sub": np.add, "scatter_mul": np.mult
 @st.composite
 def cases(draw: Any) -> tuple[ShardLayout, np.ndarray[Any, Any]]:
     rows = draw(st.sampled_from([1, 2, 7, 12]))
-    layout = ShardLayout((rows, 2), draw(st.integers(1, min(rows, 4))), draw(st.sampled_from(["rows", "modulo"])))
+    shards = draw(st.sampled_from([count for count in (1, 2, 4, MOST_COUNTED + 1) if count <= rows]))
+    layout = ShardLayout((rows, 2), shards, draw(st.sampled_from(["rows", "modulo"])))
     if layout.by == "rows" and draw(st.booleans()):
         layout = replace(layout, cuts=traffic_cuts(np.arange(rows)[::-1], rows, layout.shards, rows))
     numbers = draw(st.lists(st.integers(-3, rows + 3), min_size=6, max_size=6))

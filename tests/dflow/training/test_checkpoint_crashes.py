@@ -1,11 +1,8 @@
-"""A run that ends, or a disk that refuses, at any file operation: the newest good checkpoint is found and is whole."""
+"""A disk that refuses any file operation: the newest good checkpoint is found and is whole."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dflow
-from tests.dflow.training.managed_run import DEADLINE_S, Run, saved, steps_in
+from tests.dflow.training.managed_run import Run, saved, steps_in
 from tests.disk_faults import FAULTS
 from tests.effort import examples
 
@@ -80,39 +77,3 @@ def test_after_a_fault_while_it_resumes_a_manager_raises_or_resumes(
     for name in damaged:  # it could not be read then; nothing of it is deleted
         os.rename(folder / name, folder / name.removesuffix(".damaged"))
     check_resumed(folder, done, attempted=4)
-
-
-PROGRAM = """
-import os, signal, sys
-import jax.numpy as jnp, dflow
-from tests.dflow.training.managed_run import Run
-from tests.disk_faults import OPERATIONS
-from tests.dflow.training.test_checkpoint_crashes import RULES, save_five
-
-folder, left = sys.argv[1], int(sys.argv[2])
-run = Run()
-manager = run.manager(folder, **RULES)
-
-def hook(event, args):
-    global left
-    if event in OPERATIONS and str(args[0]).startswith(folder):
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(hook)
-print(save_five(manager, run))
-"""
-
-
-@pytest.mark.once
-def test_a_run_that_is_killed_is_resumed(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), "60"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert ran.returncode == -signal.SIGKILL, ran.stdout + ran.stderr
-    check_resumed(tmp_path, [], attempted=4)
