@@ -80,6 +80,7 @@ def test_effects_name_their_variables_and_keep_their_order() -> None:
     assert data["nodes"][write]["writes"] == [0]
     assert data["nodes"][write]["acts"] is True
     reads = [index for index, one in enumerate(data["nodes"]) if one["title"] == "var.read"]
+    assert [data["nodes"][index]["reads"] for index in reads] == [[0], [0]]
     assert [reads[0], write, None] in data["edges"]
     assert [write, reads[1], None] in data["edges"]
 
