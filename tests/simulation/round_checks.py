@@ -22,6 +22,7 @@ class _Gradient:
 
     `done`  number of rounds done before the opening
     `sums`  number of sums that contain it
+    `may_go`  whether no worker was left to take part before its sum was taken
     """
 
     number: int
@@ -31,6 +32,7 @@ class _Gradient:
     done: int
     is_fresh: bool | None = None
     sums: int = 0
+    may_go: bool = False
 
 
 @dataclass
@@ -121,9 +123,13 @@ class RoundChecks:
 
     def leaves(self, worker: str) -> None:
         """A worker has died, left or been removed, or announces that it leaves."""
-        for seen in self._runs.values():
+        for run, seen in self._runs.items():
             seen.takes_part.pop(worker, None)
             seen.left.add(worker)
+            if not seen.takes_part:
+                # The host frees a run that has no worker, with the gradients whose workers have not ended their step.
+                for gradient in self._gradients:
+                    gradient.may_go |= gradient.run == run and gradient.opening not in seen.sums
 
     def summed(self, run: str, total: Any) -> None:
         """The host has taken a sum from the accumulator, and is about to apply it."""
@@ -166,7 +172,7 @@ class RoundChecks:
         for gradient in self._gradients:
             sums = self._runs[gradient.run].sums
             text = f"the gradient of {gradient.worker} for opening {gradient.opening} of {gradient.run}"
-            is_there = gradient.sums == 1 or gradient.opening not in sums or not gradient.is_fresh
+            is_there = gradient.sums == 1 or gradient.opening not in sums or not gradient.is_fresh or gradient.may_go
             self._require(is_there, "counted once", f"{text} was called fresh and is in no sum")
 
 
