@@ -137,3 +137,19 @@ def test_a_signal_that_a_loop_held_back_ends_the_program_when_the_loop_is_left(m
         if number == 5:
             break
     assert raised == [(signal.SIGTERM, signal.SIG_DFL)]
+
+
+def test_a_loop_that_the_signal_has_ended_is_not_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+
+    def loop() -> Iterator[int]:
+        with held_back_in_steps():
+            yield from itertools.count()
+
+    run = loop()
+    assert next(run) == 0
+    with pytest.raises(SystemExit):
+        terminate()
+    run.close()  # type: ignore[attr-defined]
+    assert raised == []
