@@ -85,7 +85,9 @@ class SessionDriver:
         self._roster = Roster((), ())
         self._on_roster: list[Callable[[Roster], None]] = []
         self._on_lost: list[Callable[[str], None]] = []
-        self._on_gap: list[Callable[[], None]] = []
+        #: The functions to call when notices may have been lost, before later ones: as the task joins again, or loses
+        #: the cluster. They must not block.
+        self.on_gap: list[Callable[[], None]] = []
         #: By kind of notice, the functions to call with it.
         self._on_notice: defaultdict[type[Message], list[Callable[[Any], object]]] = defaultdict(list)
         self._beat = beat
@@ -177,16 +179,9 @@ class SessionDriver:
     def call_on(self, kind: type[Told], callback: Callable[[Told], object]) -> None:
         """Call back with each notice of this kind; the callback must not block.
 
-        A notice may be lost with a connection: see `call_on_gap`.
+        A notice may be lost with a connection: see `on_gap`.
         """
         self._on_notice[kind].append(callback)
-
-    def call_on_gap(self, callback: Callable[[], None]) -> None:
-        """Call back when notices may have been lost, before later ones: as the task joins again, or loses the cluster.
-
-        The callback must not block.
-        """
-        self._on_gap.append(callback)
 
     def ask(self, message: Request[Answer], timeout_s: float) -> Answer:
         """Send the coordinator a request, and wait for its answer.
@@ -346,7 +341,7 @@ class SessionDriver:
                         callback(text)
 
     def _note_gap(self) -> None:
-        for callback in self._on_gap:
+        for callback in self.on_gap:
             callback()
 
     def _send(self, link: int, ask: int, message: Request[Any]) -> None:

@@ -120,7 +120,7 @@ class TaskSnapshots(TaskPart):
         """Hold back steps in pauses, and handle the notices about snapshots on threads."""
         self._tell = session.tell
         session.call_on(HoldSteps, self._hold_steps)
-        session.call_on_gap(self._server.gate.open)  # the notice of a pause that is on comes again
+        session.on_gap.append(self._server.gate.open)  # the notice of a pause that is on comes again
         for kind in (CaptureState, LoadState, SnapshotCommitted):
             session.call_on(kind, partial(self._server.soon, self.handle))
 
