@@ -9,23 +9,18 @@ import pytest
 from tests import nightly
 
 
-def seeds(minutes: float, lengths: list[float]) -> list[int]:
-    """Return the seeds of the rounds that run within `minutes`, where `lengths` are the minutes of each round."""
+@pytest.mark.parametrize(
+    ("minutes", "lengths", "expected"),
+    [(0, [5], 1), (10, [5], 2), (14, [5], 2), (15, [5], 3), (20, [5, 9, 5], 2), (20, [9, 5], 2)],
+)
+def test_no_round_begins_that_would_end_too_late(minutes: float, lengths: list[float], expected: int) -> None:
     now = [0.0]
 
     def run(seed: int) -> int:
         now[0] += lengths[min(seed - 7, len(lengths) - 1)]
         return 0
 
-    return list(nightly.rounds(7, minutes, run, lambda: now[0]))
-
-
-@pytest.mark.parametrize(
-    ("minutes", "lengths", "expected"),
-    [(0, [5], 1), (1, [5], 1), (10, [5], 2), (14, [5], 2), (15, [5], 3), (20, [5, 9, 5], 2), (20, [9, 5], 2)],
-)
-def test_no_round_begins_that_would_end_too_late(minutes: float, lengths: list[float], expected: int) -> None:
-    assert seeds(minutes, lengths) == list(range(7, 7 + expected))
+    assert list(nightly.rounds(7, minutes, run, lambda: now[0])) == list(range(7, 7 + expected))
 
 
 def test_seeds_of_failed_rounds_are_told_and_the_others_run_all_the_same(

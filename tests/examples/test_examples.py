@@ -17,6 +17,19 @@ ACCURACY = re.compile(r"test accuracy (\d\.\d{4}) on 359 held-out images")
 PERPLEXITY = re.compile(r"perplexity (.*) on \d+ held-out words; by the frequency of words (.*)\n")
 
 
+def run(*words: str, **environment: str) -> str:
+    """Run Python with these words; return what it has printed. Raises AssertionError if it fails."""
+    with Spawned(*words, cwd=ROOT, **environment) as ran:
+        status, output = ran.finish()
+    assert status == 0, output
+    return output
+
+
+def launch(*words: str) -> str:
+    """Run `dflow launch` with these words; return what it has printed."""
+    return run("-m", "dflow", "launch", "--all-tables", *words)
+
+
 def accuracy(output: str) -> float:
     """Return the printed accuracy."""
     [found] = ACCURACY.findall(output)
@@ -25,21 +38,7 @@ def accuracy(output: str) -> float:
 
 @pytest.mark.once
 def test_digits_on_a_cluster() -> None:
-    words = (
-        "-m",
-        "dflow",
-        "launch",
-        "--all-tables",
-        "--ps",
-        "1",
-        "--workers",
-        "2",
-        "--all-tables",
-        "examples/digits.py",
-    )
-    with Spawned(*words, "--steps", "60", cwd=ROOT) as ran:
-        status, output = ran.finish()
-    assert status == 0, output
+    output = launch("--ps", "1", "--workers", "2", "examples/digits.py", "--steps", "60")
     assert accuracy(output) > 0.5
     assert "Steps: 60 of 60" in output
     assert re.search(r"\n grad/conv1/\w+\+7 +worker:\* -> ps:0 ", output), output
@@ -50,9 +49,7 @@ def test_digits_on_a_cluster() -> None:
 @pytest.mark.once
 def test_actors_and_a_learner() -> None:
     # With garbage collection at exit, as in a user's process.
-    with Spawned("examples/actor_learner.py", cwd=ROOT, PYTHONPATH="") as ran:
-        status, output = ran.finish()
-    assert status == 0, output
+    output = run("examples/actor_learner.py", PYTHONPATH="")
     assert "learned from 6400 transitions of 4 actors; 0 are left" in output
     assert "the goal is 7 steps away" in output
 
@@ -60,20 +57,8 @@ def test_actors_and_a_learner() -> None:
 @pytest.mark.once
 @pytest.mark.long
 def test_actors_and_a_learner_on_a_cluster() -> None:
-    words = (
-        "-m",
-        "dflow",
-        "launch",
-        "--all-tables",
-        "--workers",
-        "2",
-        "--job",
-        "learner=1",
-        "examples/actor_learner.py",
-    )
-    with Spawned(*words, "--actors", "2", "--steps", "160", cwd=ROOT) as ran:
-        status, output = ran.finish()
-    assert status == 0, output
+    options = ("--actors", "2", "--steps", "160")
+    output = launch("--workers", "2", "--job", "learner=1", "examples/actor_learner.py", *options)
     assert "[learner:0] learned from 320 transitions of 2 actors; 0 are left" in output
     assert re.search(r"\n transitions_2\+3 +ps:0 -> learner:0 +10 +40 ", output), output
 
@@ -81,9 +66,7 @@ def test_actors_and_a_learner_on_a_cluster() -> None:
 @pytest.mark.once
 @pytest.mark.parametrize("words", [pytest.param(["--plain"], marks=pytest.mark.long), []])
 def test_a_pallas_kernel_trains_as_the_plain_function_does(words: list[str]) -> None:
-    with Spawned("examples/pallas_kernel.py", "--steps", "12", *words, cwd=ROOT) as ran:
-        status, output = ran.finish()
-    assert status == 0, output
+    output = run("examples/pallas_kernel.py", "--steps", "12", *words)
     assert ("cpu fused_cross_entropy: run, values differ by " in output) != bool(words), output
     assert re.search(r"tpu fused_cross_entropy: interpreted, values differ by .*, gradients differ by ", output)
     first, last = re.findall(r"loss (\d\.\d{4}), after 12 steps (\d\.\d{4})", output)[0]
@@ -150,11 +133,8 @@ def test_a_language_model_trains_by_the_full_softmax(monkeypatch: pytest.MonkeyP
 @pytest.mark.once
 @pytest.mark.long
 def test_a_language_model_on_a_cluster_trains_by_the_sampled_softmax() -> None:
-    words = ("-m", "dflow", "launch", "--all-tables", "--ps", "2", "--workers", "1", "examples/language_model.py")
     options = ("--steps", "100", "--vocabulary", "200", "--softmax", "sampled")
-    with Spawned(*words, *options, cwd=ROOT) as ran:
-        status, output = ran.finish()
-    assert status == 0, output
+    output = launch("--ps", "2", "--workers", "1", "examples/language_model.py", *options)
     perplexity, by_frequency = numbers(PERPLEXITY, output)
     assert perplexity < 0.9 * by_frequency
     assert re.search(r"\n softmax/[01] +f32\[100,64\] ", output), output
@@ -168,10 +148,8 @@ def test_an_image_classifier_on_two_processes_equals_one_process(
 ) -> None:
     options = ("--steps", "30", "--batch", "32", "--save")
     alone = printed("image_classifier", *options, str(tmp_path / "alone"), patch=monkeypatch, output=capsys)
-    words = ("-m", "dflow", "launch", "--all-tables", "--ps", "0", "--workers", "2", "examples/image_classifier.py")
-    with Spawned(*words, *options, str(tmp_path / "together"), cwd=ROOT) as ran:
-        status, output = ran.finish()
-    assert status == 0, output
+    words = ("--ps", "0", "--workers", "2", "examples/image_classifier.py", *options, str(tmp_path / "together"))
+    output = launch(*words)
     assert accuracy(alone) > 0.8
     assert set(ACCURACY.findall(output)) == set(ACCURACY.findall(alone))
     one, two = (read_arrays(tmp_path / name) for name in ("alone", "together"))
@@ -184,9 +162,7 @@ def test_an_image_classifier_on_two_processes_equals_one_process(
 
 @pytest.mark.once
 def test_click_through_in_one_process() -> None:
-    with Spawned("examples/click_through.py", "--steps", "300", cwd=ROOT) as ran:
-        status, output = ran.finish()
-    assert status == 0, output
+    output = run("examples/click_through.py", "--steps", "300")
     [(found, best, logloss)] = re.findall(r"AUC (\d\.\d+) \(best possible (\d\.\d+)\), logloss (\d\.\d+)", output)
     # The clicks alone, without features, have an AUC of 0.5 and a logloss of 0.63.
     assert 0.7 < float(found) < float(best)

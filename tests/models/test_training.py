@@ -1,17 +1,15 @@
-"""A training step of each model library, in its own idiom, with variables: equal to `jax.jit` without variables."""
+"""A training step of Linen and Haiku, with statistics and dropout, with variables: equal to `jax.jit` without them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 import dflow
 
@@ -86,49 +84,6 @@ def is_variable(value: Any) -> bool:
     return isinstance(value, dflow.Variable)
 
 
-class Nnx(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.Linear(4, 5, rngs=rngs)
-        self.norm = nnx.BatchNorm(5, rngs=rngs)
-        self.last = nnx.Linear(5, 3, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return self.last(nnx.relu(self.norm(self.first(x))))
-
-
-def test_flax_nnx_with_batch_statistics() -> None:
-    adam = optax.adam(1e-2)
-    definition, first_params, first_stats = nnx.split(Nnx(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
-    params, stats = dflow.variables(first_params), dflow.variables(first_stats, trainable=False)
-    optimizer = dflow.Optimizer(adam, params)
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        def loss() -> Any:
-            model = nnx.merge(definition, dflow.read(params), dflow.read(stats))
-            value = cross_entropy(model(x))
-            changed = nnx.state(model, nnx.BatchStat)
-            jax.tree.map(lambda v, new: v.assign(new), stats, changed, is_leaf=is_variable)
-            return value
-
-        value, gradients = dflow.value_and_grad(loss, params)()
-        optimizer.apply(gradients)
-        return value
-
-    @jax.jit
-    def plain(params: Any, stats: Any, state: Any) -> Any:
-        model = nnx.merge(definition, params, stats)
-        value, gradients = nnx.value_and_grad(lambda model: cross_entropy(model(X)))(model)
-        updates, state = adam.update(gradients, state, params)
-        return value, optax.apply_updates(params, updates), nnx.state(model, nnx.BatchStat), state
-
-    want = (first_params, first_stats, adam.init(first_params))
-    for _ in range(STEPS):
-        value, *want = plain(*want)
-        np.testing.assert_allclose(step(X), value, rtol=1e-5)
-    assert_same([params, stats], want[:2])
-
-
 def haiku_forward(x: Any, is_training: bool) -> Any:
     x = hk.BatchNorm(True, True, 0.9)(hk.Linear(5)(x), is_training)
     return hk.Linear(3)(jax.nn.relu(hk.dropout(hk.next_rng_key(), 0.3, x)))
@@ -166,46 +121,3 @@ def test_haiku_with_state_and_dropout() -> None:
         value, *want = plain(key, *want)
         np.testing.assert_allclose(step(X, key), value, rtol=1e-5)
     assert_same([params, state], want[:2])
-
-
-def test_equinox_with_an_embedding() -> None:
-    class Model(eqx.Module):
-        table: jax.Array
-        mlp: eqx.nn.MLP
-
-        def __call__(self, x: Any, index: Any) -> Any:
-            return self.mlp(jnp.concatenate([x, self.table[index]]))
-
-    keys = jax.random.split(jax.random.key(0))
-    first = Model(jax.random.normal(keys[0], (20, 2)), eqx.nn.MLP(6, 3, 5, 1, key=keys[1]))
-    arrays, rest = eqx.partition(first, eqx.is_inexact_array)
-    params, sgd = dflow.variables(arrays), optax.sgd(0.1)
-    optimizer = dflow.Optimizer(sgd, params)
-    indices = jnp.arange(8) % 5
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        def loss() -> Any:
-            model = eqx.combine(dflow.read(params), rest)
-            return cross_entropy(jax.vmap(model)(x, indices))
-
-        value, gradients = dflow.value_and_grad(loss, params)()
-        optimizer.apply(gradients)
-        return value
-
-    @eqx.filter_jit
-    def plain(model: Any, state: Any) -> Any:
-        value, gradients = eqx.filter_value_and_grad(lambda m: cross_entropy(jax.vmap(m)(X, indices)))(model)
-        updates, state = sgd.update(gradients, state)
-        return value, eqx.apply_updates(model, updates), state
-
-    model, state = first, sgd.init(arrays)
-    for _ in range(STEPS):
-        value, model, state = plain(model, state)
-        np.testing.assert_allclose(step(X), value, rtol=1e-5)
-    assert_same(params, eqx.filter(model, eqx.is_inexact_array))
-
-    def loss() -> Any:
-        return cross_entropy(jax.vmap(eqx.combine(dflow.read(params), rest))(X, indices))
-
-    assert isinstance(dflow.grad(loss, params, rows=True)().table, dflow.RowGradient)

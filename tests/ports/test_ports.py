@@ -1,4 +1,4 @@
-"""Five programs in dflow's idiom beside twins in plain JAX: in one process, with microbatches, and on a cluster."""
+"""Four programs in dflow's idiom beside twins in plain JAX: in one process, with microbatches, and on a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import dflow
 from dflow.testing import memory_cluster
-from tests.ports import classifier, factorisation, gpt, ppo, vae
+from tests.ports import classifier, factorisation, gpt, ppo
 from tests.ports.compare import assert_alike, port_metrics, twin_metrics
 
 
@@ -19,7 +19,7 @@ def ports(*chosen: ModuleType) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("port", chosen, ids=lambda port: port.__name__)
 
 
-@ports(gpt, ppo, classifier, vae, factorisation)
+@ports(gpt, ppo, classifier, factorisation)
 def test_a_port_alone_reports_what_its_twin_does(port: ModuleType) -> None:
     assert_alike(port_metrics(port, dflow.connect(), 1), twin_metrics(port, 1))
 
