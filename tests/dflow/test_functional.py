@@ -192,21 +192,3 @@ def test_the_other_modules_take_variables_eagerly_and_in_traced_code() -> None:
         same(ours(w, *more), expected)
         compiled, traced = dflow.jit(lambda ours=ours, more=more: ours(w, *more))(), jax.jit(theirs or ours)(v, *more)
         same(compiled, traced)
-
-
-def test_in_traced_code_a_function_reads_at_its_place_in_the_program() -> None:
-    w = dflow.Variable(VECTOR)
-
-    @dflow.jit
-    def step() -> Any:
-        before = dflow.numpy.sum(w)
-        w.assign_add(jnp.ones(3))
-        return before, dflow.numpy.sum(dflow.numpy.stack([w, w]))
-
-    same(step(), (jnp.float32(-0.25), jnp.float32(5.5)))
-
-
-def test_gradients_go_through() -> None:
-    w = dflow.Variable(VECTOR)
-    value, (gradient,) = dflow.value_and_grad(lambda: dflow.numpy.sum(dflow.lax.square(w)), [w])()
-    same((value, gradient), (jnp.sum(jnp.square(VECTOR)), 2 * jnp.asarray(VECTOR)))

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from dflow.cli.certs import init_authority, issue_to, make_secret
-from dflow.dashboard import server as server_file
+from dflow.dashboard import serving
 from dflow.dashboard.access import POLICY
 from dflow.dashboard.serving import DashboardServer
 from dflow.distributed.launching import dashboard_address
@@ -115,7 +115,7 @@ def test_wrong_requests_get_a_clear_error(client: Client) -> None:
 
 
 def test_requests_beyond_the_limit_are_told_to_come_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_file, "MOST_REQUESTS", 0)
+    monkeypatch.setattr(serving, "MOST_REQUESTS", 0)
     assert client.error("/api/state") == (
         503,
         "requests: expected at most 0 at a time, got one more",

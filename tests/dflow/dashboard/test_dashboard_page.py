@@ -214,18 +214,6 @@ def test_a_graph_shows_devices_sizes_and_measured_times(
     picture(page, "graph-light")
 
 
-def test_the_graph_page_opens_on_the_function_with_the_most_time(new_page: NewPage, server: FakeServer) -> None:
-    found = samples.functions()
-    [step] = found["tasks"][0]["functions"]
-    short = step | {"id": 9, "name": "evaluate", "total_ms": 20.0}
-    without = step | {"id": 8, "name": "inner", "total_ms": 9000.0, "has_graph": False}
-    found["tasks"][0]["functions"] = [short, without, step]
-    server.answers["api/functions"] = found
-    page = opened(new_page(), server, "graph")
-    page.locator(".box").first.wait_for()
-    assert page.get_by_label("Function").input_value() == "graph?task=worker%3A0&id=3"
-
-
 @pytest.mark.parametrize(
     ("tab", "path", "shown"), [("graph", "graph", ".graph-panel h3"), ("functions", "traces", "h2")]
 )
@@ -296,13 +284,6 @@ def test_a_timeline_is_traced_drawn_and_given_to_perfetto(
     assert json.loads(download.value.path().read_text()) == samples.trace()
 
 
-def test_a_timeline_of_many_slices_is_drawn(new_page: NewPage, server: FakeServer) -> None:
-    one = {"ph": "X", "pid": 1, "tid": 1, "name": "a", "cat": "XLA", "dur": 1}
-    server.answers["api/timeline/trace.json"] = {"traceEvents": [one | {"ts": 2 * at} for at in range(200_000)]}
-    page = opened(new_page(), server, "timeline")
-    page.locator(".timeline canvas").wait_for()
-
-
 #: Takes a trace as Perfetto does.
 PERFETTO = """<script>onmessage = ({data, source}) => {
   if (data === "PING") source.postMessage("PONG", "*");
@@ -349,21 +330,6 @@ def test_without_anything_to_show_each_view_says_what_to_do(new_page: NewPage) -
             has(page.locator("main"), text)
     finally:
         server.close()
-
-
-def test_views_that_are_empty_at_first_fill_themselves(new_page: NewPage, server: FakeServer) -> None:
-    functions = server.answers["api/functions"]
-    later = "const now = Date.now.bind(Date); Date.now = () => now() + 4000"
-    for tab, shown in {"graph": ".box", "functions": "main tbody tr"}.items():
-        server.answers["api/functions"] = {"tasks": [], "missing": {"worker:0": "is new"}}
-        page = new_page()
-        with page.expect_response("**/api/functions"):
-            opened(page, server, tab)
-        server.answers["api/functions"] = functions
-        page.evaluate(later)
-        server.push("state", samples.state())
-        page.locator(shown).first.wait_for()
-        page.close()
 
 
 def test_curves_ask_again_after_a_history_that_failed(new_page: NewPage, server: FakeServer) -> None:

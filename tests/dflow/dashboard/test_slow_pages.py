@@ -7,14 +7,13 @@ import socket
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import closing, suppress
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflow.dashboard import cluster_watch, serving, streams
+from dflow.dashboard import cluster_watch, streams
 from dflow.dashboard.cluster_watch import ClusterWatch
 from dflow.dashboard.dashboard_record import PageUpdate
 from dflow.dashboard.serving import DashboardServer
@@ -25,12 +24,6 @@ from tests.dflow.dashboard.http_client import Client
 from tests.distributed.waiting import until
 
 pytestmark = pytest.mark.once
-
-#: A request whose body does not come.
-ORDER = (
-    b"POST /api/timeline HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: http://127.0.0.1\r\n"
-    b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n"
-)
 
 
 def connected(server: DashboardServer) -> int:
@@ -84,26 +77,13 @@ def test_the_connection_of_a_page_that_does_not_read_is_closed(monkeypatch: pyte
         page.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         page.connect(("127.0.0.1", Client(server.address).port))
         page.sendall(b"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        until(lambda: server._dashboard.streams.pages == 1)
+        until(lambda: server.streams.pages == 1)
 
         def is_closed() -> bool:
-            server._dashboard.streams.publish([("state", {"x": "y" * 1_000_000})])
+            server.streams.publish([("state", {"x": "y" * 1_000_000})])
             return connected(server) == 0
 
         until(is_closed)
-
-
-@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\n", ORDER])
-def test_a_connection_without_a_whole_request_is_closed(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "LIMITS", replace(serving.LIMITS, request_s=0.1, body_s=0.1))
-    with (
-        memory_cluster(ps=0, workers=0) as memory,
-        closing(DashboardServer(memory.network, memory.coordinator.address)) as server,
-        closing(socket.create_connection(("127.0.0.1", Client(server.address).port), timeout=20)) as idle,
-    ):
-        idle.sendall(begun)
-        with suppress(ConnectionResetError):
-            assert not idle.recv(1)
 
 
 def test_the_last_state_is_told_again_while_a_look_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,27 +67,6 @@ def test_a_full_queue_holds_the_iterable_back() -> None:
     assert [int(number) for number in _rest(queue)] == [1, 2, 3]
 
 
-def test_a_traced_function_takes_what_is_fed() -> None:
-    queue = _queue(8, {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "n": I32})
-    total = dflow.Variable(jnp.zeros(2), name="fed_total")
-
-    @dflow.jit
-    def step() -> jax.Array:
-        element = queue.dequeue()
-        total.assign_add(element["x"])
-        return element["n"]
-
-    with feed(({"x": np.full(2, n), "n": n} for n in range(10)), queue, map=_halved):
-        assert [int(step()) for _ in range(10)] == list(range(10))
-        with pytest.raises(dflow.QueueClosed):
-            step()
-    assert total.read().tolist() == [22.5] * 2
-
-
-def _halved(element: Any) -> Any:
-    return {**element, "x": element["x"] / 2}
-
-
 def _failing(count: int) -> Iterator[int]:
     yield from range(count)
     raise ValueError("no such file")

@@ -123,34 +123,20 @@ def test_an_error_with_a_long_text_closes_the_queue_too(workers: tuple[Cluster, 
         other.dequeue(timeout_s=WAIT_S)
 
 
-def test_a_stopped_feed_waits_for_no_room(workers: tuple[Cluster, Cluster]) -> None:
+@pytest.mark.parametrize("end", ["stopped", "closed elsewhere", "dropped"])
+def test_a_feed_that_waits_for_room_ends(workers: tuple[Cluster, Cluster], end: str) -> None:
     fed, other = map(fifo, workers)
-    running = feed(itertools.count(), fed, threads=2, close=False)
+    running = feed(itertools.count(), fed, threads=2)
     until(lambda: running.count == 4 and len(running._waiting) == 2)
-    running.stop()
-    running.join(WAIT_S)
-    assert running.error is None
-    assert int(other.size()) == 4
-    other.close()
-
-
-def test_the_feed_ends_when_another_worker_closes_the_queue(workers: tuple[Cluster, Cluster]) -> None:
-    fed, other = map(fifo, workers)
-    running = feed(itertools.count(), fed)
-    until(lambda: running.count == 4)
-    other.close(cancel_pending=True)
+    if end == "stopped":
+        running.stop()
+    elif end == "closed elsewhere":
+        other.close(cancel_pending=True)
+    else:
+        del fed
+        gc.collect()
     running.join(WAIT_S)
     assert (running.count, running.error) == (4, None)
-
-
-def test_a_queue_that_the_program_dropped_ends_its_feed(workers: tuple[Cluster, Cluster]) -> None:
-    fed = fifo(workers[0])
-    running = feed(itertools.count(), fed)
-    until(lambda: running.count == 4)
-    del fed
-    gc.collect()
-    running.join(WAIT_S)
-    assert running.error is None
 
 
 def test_a_lost_task_ends_the_feed_with_an_error_that_names_it(
