@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.cluster.cluster_home import ClusterHome
 from dflow.distributed.cluster.cluster_steps import ClusterSteps
-from dflow.distributed.cluster.joined_server import joined_server
+from dflow.distributed.cluster.joined_server import joined_server, task_metrics
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
-from dflow.distributed.cluster.task_metrics import task_metrics
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.metrics import MetricsEndpoint

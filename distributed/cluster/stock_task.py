@@ -18,8 +18,7 @@ import numpy as np
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
-from dflow.distributed.cluster.joined_server import joined_server
-from dflow.distributed.cluster.task_metrics import task_metrics
+from dflow.distributed.cluster.joined_server import joined_server, task_metrics
 from dflow.distributed.coordinator.membership import STOPPED
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.metrics import MetricsEndpoint

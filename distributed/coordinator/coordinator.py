@@ -206,7 +206,7 @@ class Coordinator(Handler):
         if changes:
             changes.append(Change(_TIME, msgspec.msgpack.encode(now_s)))
         is_durable = self._store.write(changes, now_s)
-        self._state.note_durable(is_durable)
+        self._state.core.is_durable = is_durable
         if is_durable:
             held, self._held = self._held, []
             return [*held, *commands]

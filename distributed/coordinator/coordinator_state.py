@@ -64,6 +64,7 @@ class CoordinatorState:
     `settings`  its timeouts
     `rows`      the rows that the Persists of this cluster's earlier coordinator wrote
     `parts`     the classes of its parts, in their order
+    `core`      what the parts share; another one once another cluster begins
     """
 
     def __init__(
@@ -81,27 +82,19 @@ class CoordinatorState:
         #: The records, and the joins of new processes, while it is open whether the processes of before have all ended.
         self._rows = dict(rows or {})
         self._joining: list[tuple[Join, Received]] = []
-        self._is_open = self._settings.snapshot_every_s > 0 and bool(self._core.members.connections())
+        self._is_open = self._settings.snapshot_every_s > 0 and bool(self.core.members.connections())
         self._started = Started(0.0, "")
 
     def _begin(self, rows: Mapping[str, bytes]) -> None:
         self._records = records = DurableRecords(rows)
         self._marks = StateMarks(records)
-        self._core = core = CoordinatorCore(self._settings, self._jobs, records)
+        self.core = core = CoordinatorCore(self._settings, self._jobs, records)
         self._members, self._directory = core.members, core.directory
         for kind in self._kinds:
             core.parts.append(kind.of(core))
         self._requests = _bound((REQUESTS, self), *((part.requests, part) for part in core.parts))
         self._notices = _bound((NOTICES, self), *((part.notices, part) for part in core.parts))
         self._has_lost_state = False
-
-    def part(self, kind: type[Any]) -> Any:
-        """Return the part of this class."""
-        return self._core.part(kind)
-
-    def note_durable(self, is_durable: bool) -> None:
-        """Note whether all changes are written."""
-        self._core.is_durable = is_durable
 
     def waits(self, command: Command, unwritten: Collection[str]) -> bool:
         """Whether a command waits until the records of these keys are written, while the disk takes no writes.
@@ -121,9 +114,9 @@ class CoordinatorState:
     def handle(self, event: Event) -> list[Command]:
         """Apply the event and return the commands for the shell, in order."""
         commands = self._decide(event)
-        for part in self._core.parts:
-            commands += part.after_event(event.at_s, self._core)
-        self._core.news.note(event.at_s, commands)
+        for part in self.core.parts:
+            commands += part.after_event(event.at_s, self.core)
+        self.core.news.note(event.at_s, commands)
         if self._records.changed:
             self._marks.written()  # before `take_changes`, since the revision is a record too
         changes = self._records.take_changes()
@@ -143,12 +136,12 @@ class CoordinatorState:
                 self._started = event
                 return self._start(event)
             case Asked(at_s, peer, ask, message):
-                return self._asked(message, Received(at_s, peer, ask, self._life(message), self._core))
+                return self._asked(message, Received(at_s, peer, ask, self._life(message), self.core))
             case Told(at_s, peer, message):
                 handle = self._notices.get(type(message))
                 if handle is None or self._refusal(peer, message):
                     return []
-                return [*handle(message, Received(at_s, peer, 0, self._life(message), self._core))]
+                return [*handle(message, Received(at_s, peer, 0, self._life(message), self.core))]
             case PeerClosed(at_s, peer, reason):
                 self._joining = [one for one in self._joining if one[1].peer != peer]
                 self._members.lose(at_s, peer, reason)
@@ -157,8 +150,8 @@ class CoordinatorState:
                 if self._joining and at_s - self._started.at_s >= self._settings.heartbeat_timeout_s:
                     return self._begin_anew(at_s)
                 commands = self._follow(at_s, self._members.tick(at_s, self._directory.holds_state))
-                for part in self._core.parts:
-                    commands += part.on_tick(at_s, self._core)
+                for part in self.core.parts:
+                    commands += part.on_tick(at_s, self.core)
                 return commands
 
     def _life(self, message: Message) -> int:
@@ -169,7 +162,7 @@ class CoordinatorState:
     def _start(self, started: Started) -> list[Command]:
         self._marks.started(started.cluster)
         self._members.start(started.at_s, started.cluster)
-        return [command for part in self._core.parts for command in part.on_start(started.at_s, self._core)]
+        return [command for part in self.core.parts for command in part.on_start(started.at_s, self.core)]
 
     def _begin_anew(self, at_s: float) -> list[Command]:
         """Begin another cluster, with what the parts keep of the one whose processes have all ended."""
@@ -187,7 +180,7 @@ class CoordinatorState:
         return joining
 
     def _join_again(self, joining: Sequence[tuple[Join, Received]]) -> list[Command]:
-        waited = ((join, msgspec.structs.replace(received, core=self._core)) for join, received in joining)
+        waited = ((join, msgspec.structs.replace(received, core=self.core)) for join, received in joining)
         return [command for join, received in waited for command in self._asked(join, received)]
 
     def _asked(self, message: Message, received: Received) -> list[Command]:
@@ -218,8 +211,8 @@ class CoordinatorState:
         """Return the status for people and tools."""
         roster = self._members.roster()
         fields: dict[str, Any] = {}
-        for part in self._core.parts:
-            fields |= part.status(self._core)
+        for part in self.core.parts:
+            fields |= part.status(self.core)
         return Status(
             now_s=at_s,
             tasks=roster.tasks,
@@ -266,8 +259,8 @@ class CoordinatorState:
         self._directory.joined(join.task)
         change = self._members.changes_since(join.since) if is_known and join.since else None
         commands = [SendReply(received.ask, change or self._members.roster()), *self._follow(received.at_s, decided)]
-        for part in self._core.parts:
-            commands += part.on_join(join.task, received.peer, is_known, received.at_s, self._core)
+        for part in self.core.parts:
+            commands += part.on_join(join.task, received.peer, is_known, received.at_s, self.core)
         return commands
 
     def _refuse_newer(self, received: Received, join: Join, missing: str) -> list[Command]:
@@ -285,7 +278,7 @@ class CoordinatorState:
     @NOTICES.handles(Heartbeat)
     def _hear(self, heartbeat: Heartbeat, received: Received) -> list[Command]:
         commands: list[Command] = [*self._members.hear(received.at_s, heartbeat.task)]
-        for part in self._core.parts:
+        for part in self.core.parts:
             commands += part.on_heartbeat(heartbeat, received)
         return commands
 
@@ -300,14 +293,14 @@ class CoordinatorState:
         """
         left = [command for command in decided if isinstance(command, ReleaseTask)]
         commands: list[Command] = [command for command in decided if not isinstance(command, ReleaseTask)]
-        for part in self._core.parts if left else ():
-            commands += part.on_leave(left, at_s, self._core)
+        for part in self.core.parts if left else ():
+            commands += part.on_leave(left, at_s, self.core)
         return commands
 
 
 REQUESTS.handles(PlaceVariable)(lambda state, request, received: state._directory.place(request))
 REQUESTS.handles(GetStatus)(lambda state, request, received: state.status(received.at_s))
-REQUESTS.handles(GetEvents)(lambda state, request, received: state._core.news.since(request))
+REQUESTS.handles(GetEvents)(lambda state, request, received: state.core.news.since(request))
 
 
 def _bound(*tables: tuple[HandlerTable[Any, Received, Any], object]) -> dict[type[Message], Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, over HTTP; here those of the coordinator, in `task_metrics` those of a task.
+"""Metrics for Prometheus, over HTTP; here those of the coordinator, in `joined_server` those of a task.
 
 Counters are read when a scrape arrives; nothing here slows a step down. Invariant: the number of labels is bounded,
 however a program names its queues and however many tasks exist: values beyond the first `MOST_NAMED` are one sum.

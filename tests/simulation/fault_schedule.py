@@ -428,7 +428,7 @@ class _ScheduleRun:
         if process.host != COORDINATOR:
             self._tasks.end(process)
             self.checks.died(str(process), why)
-        elif not self._coordinator._state._core.is_durable:
+        elif not self._coordinator._state.core.is_durable:
             self.checks.forgets_claims()
         self.events.after(back_after_s, partial(self._start, process.host), is_routine=True)
 

@@ -97,7 +97,7 @@ class SnapshotChecks(Checks, ABC):
 
     def refused(self, why: str) -> None:
         """The coordinator refuses to restore lost state."""
-        committed = self.state.part(ClusterSnapshots).committed
+        committed = self.state.core.part(ClusterSnapshots).committed
         if "the lost state is not restored: " not in why:
             return  # the worker has left
         is_damaged = any((short_task_name(task), committed.number) in self.disks.damaged for task in committed.tasks)
@@ -107,7 +107,7 @@ class SnapshotChecks(Checks, ABC):
 
     def tells(self, message: Message) -> None:
         """The coordinator is about to send a message to a task."""
-        committed = self.state.part(ClusterSnapshots).committed
+        committed = self.state.core.part(ClusterSnapshots).committed
         if isinstance(message, SnapshotCommitted) and message.number not in self._committed:
             self._check_commit()
         elif isinstance(message, StateRestored):
@@ -129,7 +129,7 @@ class SnapshotChecks(Checks, ABC):
 
     def has_heard(self, message: Message) -> None:
         """The coordinator has handled a message of a task: check steps that it counts as done."""
-        recovery = self.state.part(Recovery)
+        recovery = self.state.core.part(Recovery)
         if (
             not isinstance(message, ClaimSteps | StepsDone | RoundsDone)
             or recovery.is_returning
@@ -142,7 +142,7 @@ class SnapshotChecks(Checks, ABC):
             self.require(not missing, "none lost", f"steps {missing} count as done, and {name!r} does not have them")
 
     def _check_commit(self) -> None:
-        committed, found = self.state.part(ClusterSnapshots).committed, dict[str, Any]()
+        committed, found = self.state.core.part(ClusterSnapshots).committed, dict[str, Any]()
         for task in committed.tasks:
             host = short_task_name(task)
             if (host, committed.number) in self.disks.damaged:
@@ -193,13 +193,13 @@ class SnapshotChecks(Checks, ABC):
 
     def _done_steps(self) -> Sequence[int]:
         """Return the steps that the ledger counts as done."""
-        return self.done_in(Snapshot(0, (), (), 0.0, (), "", self.state._core.copies()))
+        return self.done_in(Snapshot(0, (), (), 0.0, (), "", self.state.core.copies()))
 
     # The end.
 
     def is_settled(self) -> bool:
         """Whether the coordinator knows the processes of all ps tasks, and has restored lost state or given it up."""
-        recovery, members = self.state.part(Recovery), self.state._members
+        recovery, members = self.state.core.part(Recovery), self.state._members
         for host in self._tasks:
             member = self.tasks.member(host)
             if member is None or members.process(member.name) != str(member.process):
@@ -216,7 +216,7 @@ class SnapshotChecks(Checks, ABC):
             parts = sorted(part.name for part in self.disks.part(host, 0).parent.iterdir())
             self.require(len(parts) <= 3, "bounded", f"{host} keeps {parts}")
         if self.state._directory.lost():
-            self.refused(f"the lost state is not restored: {self.state.part(Recovery).why}")
+            self.refused(f"the lost state is not restored: {self.state.core.part(Recovery).why}")
         else:
             self._check_one_moment("at the end", self.present())
 
@@ -249,13 +249,13 @@ class StepSnapshotChecks(SnapshotChecks):
 
     def claimed(self, worker: str, steps: range, live: Collection[str]) -> None:
         """See `Checks`; a claim from before a return is void."""
-        void = {task for task, one in self.state.part(StepClaims)._runs[RUN].workers.items() if one.is_void}
+        void = {task for task, one in self.state.core.part(StepClaims)._runs[RUN].workers.items() if one.is_void}
         self._held = {task: held for task, held in self._held.items() if task not in void}
         super().claimed(worker, steps, live)
 
     def tells(self, message: Message) -> None:
         """The coordinator is about to send a message to a task."""
-        run = self.state.part(StepClaims)._runs.get(RUN)
+        run = self.state.core.part(StepClaims)._runs.get(RUN)
         if isinstance(message, CaptureState) and run is not None and not run.holding | run.sharing:
             self._halves.update(*run.left_over.ranges())
         super().tells(message)

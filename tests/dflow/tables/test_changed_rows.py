@@ -300,7 +300,7 @@ def test_all_rows_are_yielded_after_a_return_to_a_snapshot(tmp_path: Path) -> No
             table = dflow.ShardedVariable(lambda: jnp.ones(SHAPE), name="table", track_changes=True)
         copy = Copy(table, "one")
         copy.renew()
-        snapshots = tasks.coordinator._state.part(ClusterSnapshots)
+        snapshots = tasks.coordinator._state.core.part(ClusterSnapshots)
         with tasks.worker.parameter_servers():
             later = dflow.Variable(0, name="later")
         assert later.read() == 0

@@ -65,7 +65,7 @@ class Tasks:
 
     def await_snapshot(self, steps: int) -> None:
         """Wait for a committed snapshot with at least `steps` steps, or rounds, that are reported as done."""
-        snapshots = self.coordinator._state.part(ClusterSnapshots)
+        snapshots = self.coordinator._state.core.part(ClusterSnapshots)
 
         def is_there() -> bool:
             known = snapshots.committed
@@ -75,7 +75,7 @@ class Tasks:
 
     def await_new_snapshot(self, change: Callable[[], object] = lambda: None) -> None:
         """Wait for a committed snapshot that is begun from now on, after a `change` that asks for one."""
-        snapshots = self.coordinator._state.part(ClusterSnapshots)
+        snapshots = self.coordinator._state.core.part(ClusterSnapshots)
         newest = snapshots.counted.number
         change()
         until(lambda: snapshots.committed.number > newest)

@@ -60,7 +60,7 @@ class Loss:
             threading.Thread(target=self._start_again).start()
 
     def _start_again(self) -> None:
-        until(lambda: bool(self._tasks.coordinator._state.part(Recovery)._asks))
+        until(lambda: bool(self._tasks.coordinator._state.core.part(Recovery)._asks))
         self._tasks.ps[self._index] = self._tasks.start(self._index)
 
     def check(self) -> None:
@@ -227,7 +227,7 @@ def test_a_wait_for_a_return_does_not_keep_a_step_of_another_thread_from_ending(
         variable = dflow.Variable(1.0, name="late")
         with tasks.worker.server.gate.step(DEADLINE_S):
             reading = pool.submit(variable.read)
-            until(lambda: bool(tasks.coordinator._state.part(Recovery)._asks))
+            until(lambda: bool(tasks.coordinator._state.core.part(Recovery)._asks))
             with pytest.raises(dflow.TaskLost):
                 variable.read()
         assert float(reading.result(DEADLINE_S)) == 1.0

@@ -153,9 +153,9 @@ def test_a_worker_that_starts_during_a_return_waits_for_its_variables(tmp_path: 
             # The return waits for this step.
             with tasks.workers[0].server.gate.step(60.0):
                 tasks.start_again(0)
-                until(lambda: tasks.coordinator._state.part(Recovery).is_returning)
+                until(lambda: tasks.coordinator._state.core.part(Recovery).is_returning)
                 made = pool.submit(weights, tasks.workers[1])
-                until(lambda: bool(tasks.coordinator._state.part(Recovery)._asks) or made.done())
+                until(lambda: bool(tasks.coordinator._state.core.part(Recovery)._asks) or made.done())
             found = made.result(60)
         for index, variable in enumerate(found):
             np.testing.assert_array_equal(variable.read(), np.full(3, index))

@@ -103,4 +103,4 @@ def test_the_events_are_bounded() -> None:
     assert len(told.events) == MOST_EVENTS
     assert told.newest == told.events[-1].number == 2 * (MOST_LEFT + 10)
     assert max(len(event.text) for event in told.events) == LONGEST_TEXT
-    assert len(two.state._core.news._known) <= MOST_LEFT, "no more lives than the roster lists"
+    assert len(two.state.core.news._known) <= MOST_LEFT, "no more lives than the roster lists"

@@ -102,22 +102,22 @@ def test_no_snapshot_is_made_while_the_records_are_not_written() -> None:
     tasks = Tasks()
     tasks.snapshot()
     tasks.tick(6.0)
-    tasks.state.note_durable(False)
+    tasks.state.core.is_durable = False
     tasks.settle()
     tasks.tick(6.0)
     tasks.settle()
     assert "the coordinator's state cannot be written" in "".join(tasks.log)
-    assert tasks.state.part(ClusterSnapshots).committed.number == 1
+    assert tasks.state.core.part(ClusterSnapshots).committed.number == 1
     assert tasks.gate == 0, "steps go on"
     for _ in range(20):
         tasks.tick(6.0)
         tasks.settle()
     assert len([line for line in tasks.log if "is abandoned" in line]) == 1
     assert all(1 in tasks.disk[task] for task in PS)
-    tasks.state.note_durable(True)
+    tasks.state.core.is_durable = True
     tasks.tick(6.0)
     tasks.settle()
-    assert tasks.state.part(ClusterSnapshots).committed.number > 1
+    assert tasks.state.core.part(ClusterSnapshots).committed.number > 1
 
 
 def test_a_reply_waits_for_records_that_may_not_be_lost() -> None:

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import dflow
-from dflow.distributed.cluster.task_metrics import task_metrics
+from dflow.distributed.cluster.joined_server import task_metrics
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.observe.metrics import (
     MOST_NAMED,

@@ -60,7 +60,7 @@ def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
     for names in ((), ("v0", "v1", "late")):
         for _ in range(3):
             tasks.snapshot()
-        assert tasks.state.part(ClusterSnapshots).committed.names == names
+        assert tasks.state.core.part(ClusterSnapshots).committed.names == names
         assert tasks.gate == 0
         tasks.created[PS[0]].add("late")
 
@@ -118,7 +118,7 @@ def test_a_worker_in_a_long_step_holds_up_the_others_for_a_third_of_the_time_at_
     paused = 0
     for _ in range(300):
         tasks.tick()
-        paused += tasks.state.part(ClusterSnapshots).phase is not SnapshotPhase.IDLE
+        paused += tasks.state.core.part(ClusterSnapshots).phase is not SnapshotPhase.IDLE
         for task in PS:
             while tasks.deliver(task):
                 pass
@@ -135,7 +135,7 @@ def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> Non
     begun = 0
     for _ in range(300):
         tasks.snapshot()
-        number = tasks.state.part(ClusterSnapshots).counted.number
+        number = tasks.state.core.part(ClusterSnapshots).counted.number
         begun = max(begun, number)
     line = "no snapshot can be made: never was placed, and not created in 30 s"
     assert [one for one in tasks.log if "no snapshot can be made" in one] == [line]
@@ -143,7 +143,7 @@ def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> Non
     tasks.created[PS[0]].add("never")
     tasks.tick(60.0)
     tasks.settle()
-    assert tasks.state.part(ClusterSnapshots).committed.number > 0
+    assert tasks.state.core.part(ClusterSnapshots).committed.number > 0
 
 
 def test_names_that_are_created_while_a_program_starts_are_not_logged() -> None:
@@ -248,7 +248,7 @@ def test_state_that_no_snapshot_has_is_freed_everywhere_and_made_again() -> None
     assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
     assert tasks.created == {PS[0]: {"v0"}, PS[1]: {"v1", "late"}}
     tasks.snapshot()
-    assert tasks.state.part(ClusterSnapshots).committed.names == ("v0", "v1", "late")
+    assert tasks.state.core.part(ClusterSnapshots).committed.names == ("v0", "v1", "late")
 
 
 def test_a_task_that_does_not_come_back_is_named() -> None:
