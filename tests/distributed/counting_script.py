@@ -1,4 +1,8 @@
-"""Parts of scripts whose steps count on each parameter task, so that a step lost or repeated on one is seen."""
+"""Parts of scripts whose steps count on each of two parameter tasks, so that a step lost or repeated on one is seen."""
+
+from pathlib import Path
+
+from tests.distributed.waiting import until
 
 #: Joins the cluster and makes two counters, on different tasks, and the step that increments them.
 COUNTERS = """
@@ -24,3 +28,14 @@ if cluster.elect("report"):
     cluster.report("other", float(other[63]))
 cluster.close()
 """
+
+
+def await_snapshot(folder: Path) -> None:
+    """Wait until each task server has written its parts of the next two snapshots; the first of the two is complete."""
+
+    def newest(index: int) -> int:
+        found = (folder / "snapshots" / f"ps-{index}").glob("*")
+        return max((int(part.name) for part in found if part.name.isdigit()), default=0)
+
+    first = max(newest(0), newest(1))
+    until(lambda: min(newest(0), newest(1)) >= first + 2)

@@ -82,12 +82,17 @@ def wait_for_end(pids: Iterable[int]) -> None:
 
 def children(parent: int) -> dict[int, list[str]]:
     """Return the command lines of the processes that `parent` has started, by process id."""
-    found: dict[int, list[str]] = {}
+    return {pid: words for pid, (words, other, _) in processes().items() if other == parent}
+
+
+def processes() -> dict[int, tuple[list[str], int, str]]:
+    """Return the command line, the parent and the working folder of each process of this user."""
+    found = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
-            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if int(status[1]) == parent:
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            found[pid] = words, parent, os.readlink(f"/proc/{pid}/cwd")
         except OSError:  # it has ended
             continue
     return found

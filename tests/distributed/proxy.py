@@ -29,24 +29,20 @@ class Proxy:
 
     @property
     def address(self) -> str:
-        """The address to connect to."""
         return f"127.0.0.1:{self._listening.getsockname()[1]}"
 
     def turn_to(self, address: str) -> None:
-        """Forward later connections to another address."""
         target = parse_address(address)
         assert isinstance(target, TcpAddress)
         self._target = target
 
     def cut(self) -> None:
-        """Cut all connections now."""
         with self._lock:
             for sock in self._open:
                 _cut(sock)
             self._open.clear()
 
     def close(self) -> None:
-        """Accept no more connections, and cut the open ones."""
         self.passes.set()
         _cut(self._listening)
         self._listening.close()

@@ -14,7 +14,6 @@ Part = TypeVar("Part", bound=TaskPart)
 
 
 def part_of(server: TaskServer, kind: type[Part]) -> Part:
-    """Return the part of this class."""
     return next(part for part in server.parts if isinstance(part, kind))
 
 

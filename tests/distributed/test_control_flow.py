@@ -30,7 +30,6 @@ def memory() -> Iterator[MemoryCluster]:
 
 
 def two_variables(worker: Cluster) -> tuple[dflow.Variable, dflow.Variable]:
-    """One variable on each of two tasks."""
     with worker.parameter_servers():
         a = dflow.Variable(lambda: jnp.ones(3), name="a")
         b = dflow.Variable(lambda: jnp.full(3, 2.0), name="b")

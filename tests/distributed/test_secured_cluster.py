@@ -56,17 +56,8 @@ class Secured:
         (folder / "worker.py").write_text(CONNECT + TRAIN)
         self._make_files()
         host = own_address()
-        words = (
-            "coordinator",
-            "--job",
-            "ps=1",
-            "--job",
-            "worker=1",
-            "--address",
-            f"{host}:0",
-            *self.flags("coordinator"),
-        )
-        coordinator = started.enter_context(Spawned("-m", "dflow", *words, cwd=folder))
+        words = f"-m dflow coordinator --job ps=1 --job worker=1 --address {host}:0".split()
+        coordinator = started.enter_context(Spawned(*words, *self.flags("coordinator"), cwd=folder))
         self.address = coordinator.read_until(LISTENING)[0].removeprefix(LISTENING).strip()
         assert self.address.startswith(host)
         words = ("task", "--index", "0", "--coordinator", self.address, *self.flags("ps-0"))
@@ -81,13 +72,11 @@ class Secured:
             main(["certs", "issue", str(self.folder), "--name", name, "--host", own_address()])
 
     def flags(self, who: str) -> tuple[str, str]:
-        """The proofs as options of the command line."""
         if self.kind == "secret":
             return "--secret-file", str(self.folder / "secret")
         return "--certificates", str(self.folder / who)
 
     def environment(self, who: str) -> dict[str, str]:
-        """The proofs as environment variables."""
         if self.kind == "secret":
             return {"DFLOW_SECRET_FILE": str(self.folder / "secret")}
         files = {"DFLOW_TLS_CERT": "cert.pem", "DFLOW_TLS_KEY": "key.pem", "DFLOW_TLS_CA": "ca.pem"}

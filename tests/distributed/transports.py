@@ -81,30 +81,24 @@ class Recorder(Handler):
         self.closed: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
     def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        """Answer by the given function."""
         self._answer(peer, message, payload, responder)
 
     def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
-        """Keep the message, or raise if it is a `Failure`."""
         if isinstance(message, Failure):
             raise ValueError(message.text)
         self.notices.put((message, bytes(payload)))
 
     def on_close(self, peer: Peer, reason: str) -> None:
-        """Keep the closed peer and the reason."""
         self.closed.put((peer.name, reason))
 
     def notice(self) -> tuple[Message, bytes]:
-        """Return the next notification."""
         return self.notices.get(timeout=DEADLINE_S)
 
     def close_reason(self) -> str:
-        """Return the reason why the next connection ended."""
         return self.closed.get(timeout=DEADLINE_S)[1]
 
 
 def echo(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-    """Answer with the request itself."""
     responder.reply(message, payload)
 
 
@@ -118,7 +112,6 @@ def hold(event: threading.Event) -> Callable[[Peer, Message, memoryview, Respond
 
 
 def reach(transport: Transport, address: str, handler: Handler, name: str = "client") -> Peer:
-    """Connect within the deadline."""
     return transport.connect(address, name=name, handler=handler, who="server", timeout_s=DEADLINE_S)
 
 

@@ -62,7 +62,6 @@ class Program:
         self.step = dflow.jit(self._step)
 
     def fill(self) -> None:
-        """Put the elements in, and close the queue."""
         self.queue.enqueue_many(jnp.arange(STEPS))
         self.queue.close()
 
@@ -78,7 +77,6 @@ class Program:
         return element
 
     def check(self) -> None:
-        """Check that all was used once."""
         np.testing.assert_array_equal(self.seen.read(), np.ones(STEPS))
         np.testing.assert_array_equal(self.tickets.read(), np.ones(STEPS))
         assert int(self.sum.count()) == STEPS

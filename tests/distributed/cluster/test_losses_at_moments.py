@@ -64,7 +64,6 @@ class Loss:
         self._tasks.ps[self._index] = self._tasks.start(self._index)
 
     def check(self) -> None:
-        """Check that it came, and that all tasks returned."""
         assert self._left <= 0, f"the worker did not reach {self._moment!r}"
         assert self._tasks.worker.steps.epoch == 1
 
@@ -108,7 +107,6 @@ def training(tasks: Tasks) -> tuple[list[dflow.Variable], Callable[..., Any]]:
 
 
 def trained_once(tasks: Tasks, strategy: Any, step: Callable[..., Any], batch: Any, made: list[dflow.Variable]) -> None:
-    """Train, and check that each step was applied once."""
     in_time(lambda: list(strategy(tasks.worker).run(step, batch, steps=STEPS, name="run")))
     for variable in made:
         np.testing.assert_array_equal(variable.read(), np.ones(STEPS))

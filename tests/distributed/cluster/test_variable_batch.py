@@ -40,7 +40,6 @@ Sent = list[Any]
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """Record every request that any task sends."""
     found: Sent = []
     start = Peer.start
 
@@ -59,7 +58,6 @@ def questions(sent: Sent) -> Counter[str]:
 
 
 def held(memory: MemoryCluster) -> set[str]:
-    """Names of all variables on the tasks."""
     return {name for task in memory.tasks.values() for name in task.server.store.table.entries}
 
 

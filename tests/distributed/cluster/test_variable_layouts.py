@@ -134,20 +134,8 @@ cluster.close()
 
 def test_a_task_of_several_devices_spreads_a_table_over_them(tmp_path: Path) -> None:
     (tmp_path / "spread.py").write_text(SPREAD)
-    words = [
-        "-m",
-        "dflow",
-        "launch",
-        "--all-tables",
-        "--ps",
-        "1",
-        "--workers",
-        "1",
-        "--env",
-        "ps:0:JAX_NUM_CPU_DEVICES=4",
-        "spread.py",
-    ]
-    with Spawned(*words, cwd=tmp_path) as launched:
+    words = "-m dflow launch --all-tables --ps 1 --workers 1 --env ps:0:JAX_NUM_CPU_DEVICES=4 spread.py"
+    with Spawned(*words.split(), cwd=tmp_path) as launched:
         status, output = launched.finish()
     assert status == 0, output
     assert re.search(r"\n devices +1 ", output), output

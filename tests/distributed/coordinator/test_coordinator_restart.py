@@ -173,7 +173,6 @@ class World:
 
 
 def _without_left(failure: Failure) -> Failure:
-    """Return the failure without the reason why a task left."""
     return Failure(failure.kind, re.sub(r"(left at [\d.]+ s): .*?(, and |\n|$)", r"\1\2", failure.text))
 
 

@@ -162,7 +162,6 @@ def test_a_task_of_another_cluster_is_refused_with_both_names() -> None:
 
 
 def restarted(records: DurableRecords, rows: dict[str, bytes], at_s: float) -> Membership:
-    """The members after a restart of the coordinator."""
     apply_changes(rows, records.take_changes())
     again = Membership(DurableRecords(rows), {"ps": 1, "worker": 2})
     again.start(at_s, "other")

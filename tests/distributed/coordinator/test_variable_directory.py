@@ -111,7 +111,6 @@ def test_a_queue_goes_where_it_is_said_and_is_no_variable() -> None:
 
 
 def restarted(directory: VariableDirectory, records: DurableRecords, members: Members) -> VariableDirectory:
-    """The directory after the coordinator was killed and restarted."""
     rows: dict[str, bytes] = {}
     apply_changes(rows, records.take_changes())
     again = VariableDirectory(members, DurableRecords(rows))

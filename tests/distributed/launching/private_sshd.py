@@ -46,7 +46,6 @@ class PrivateSshd:
 
 @contextmanager
 def private_sshd(folder: Path) -> Iterator[PrivateSshd]:
-    """Run an sshd until the end of the context."""
     if os.geteuid() == 0:  # as root it wants this folder, which a package's service makes
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     with socket.socket() as free:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dflow.distributed.coordinator.coordinator import LISTENING
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.launch_plan import LaunchPlan
-from dflow.distributed.launching.launcher import TaskRow, launch
+from dflow.distributed.launching.launcher import LaunchView, launch
 from dflow.distributed.launching.task_programs import TaskProgram, ThisMachine
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.distributed.process.stop_signal import StopSignal
@@ -29,7 +29,6 @@ class KillingPlace(ThisMachine):
         self._pids: list[int] = []
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> ChildProcess:
-        """Start a child process."""
         started = threading.Event()
 
         def line(text: str) -> None:
@@ -53,12 +52,11 @@ class NoStop(StopSignal):
         self._never = threading.Event()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait."""
         self._never.wait(timeout_s)
         return None
 
 
-class Events:
+class Events(LaunchView):
     """A view that keeps the launcher's events and the last status."""
 
     def __init__(self) -> None:
@@ -66,20 +64,12 @@ class Events:
         self.status: Status | None = None
 
     def show_line(self, task: str, line: str) -> None:
-        """Print it for a failed test."""
         print(task, line)
 
-    log_line = show_line
-
     def show_event(self, text: str) -> None:
-        """Keep it."""
         self.events.append(text)
 
-    def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
-        """Do nothing."""
-
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
-        """Keep it."""
         self.status = status
 
 

@@ -56,13 +56,11 @@ def launch(
 
 
 def ran(*arguments: Any, **options: Any) -> tuple[int, str]:
-    """Return the exit status and the output of a launch."""
     with launch(*arguments, **options) as launched:
         return launched.finish()
 
 
 def connected(script: str) -> str:
-    """A script that has joined as its task."""
     return CONNECT + script
 
 
@@ -71,7 +69,6 @@ def pids(launched: Spawned, count: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the current children of the launcher."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

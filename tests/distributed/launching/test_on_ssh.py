@@ -19,7 +19,7 @@ from dflow.distributed.launching.ssh_hosts import HostPart, SshHost
 from dflow.distributed.launching.task_programs import Running, TaskProgram
 from dflow.tracing.errors import ConfigError
 from tests.distributed.launching.private_sshd import IS_HERE, PrivateSshd, private_sshd
-from tests.distributed.processes import Spawned, wait_for_end
+from tests.distributed.processes import Spawned, processes, wait_for_end
 from tests.distributed.waiting import until
 
 needs_sshd = pytest.mark.skipif(not IS_HERE, reason="sshd is not installed; the package openssh-server brings it")
@@ -55,14 +55,7 @@ def launch(sshd: PrivateSshd, folder: Path, script: str, *options: str) -> Spawn
 
 def everything_named(folder: Path) -> dict[int, str]:
     """Return the command lines of the processes whose working folder is this one, by process id."""
-    found = {}
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError:  # it has ended
-            continue
-    return found
+    return {pid: " ".join(words) for pid, (words, _, place) in processes().items() if place == str(folder)}
 
 
 @needs_sshd

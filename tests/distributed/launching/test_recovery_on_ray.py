@@ -18,9 +18,8 @@ import pytest
 
 from dflow.__main__ import main
 from dflow.distributed.launching.launch_state import LaunchState
-from tests.distributed.counting_script import COUNTERS, REPORT
-from tests.distributed.processes import Spawned, wait_for_end
-from tests.distributed.waiting import until
+from tests.distributed.counting_script import COUNTERS, REPORT, await_snapshot
+from tests.distributed.processes import Spawned, processes, wait_for_end
 
 pytestmark = [
     pytest.mark.once,
@@ -112,19 +111,15 @@ def launch(folder: Path, address: str, *more: str) -> Spawned:
 
 def programs(folder: Path, word: str = "") -> list[int]:
     """Return the ids of the processes of tasks of a launch in the folder, whose command lines have this word."""
-    found = []
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError:  # it has ended
-            continue
-        if str(folder) in line and word in line.split("\0") and "launch" not in line.split("\0"):
-            found.append(pid)
-    return found
+    return [
+        pid
+        for pid, (words, _, _) in processes().items()
+        if str(folder) in "".join(words) and word in words and "launch" not in words
+    ]
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return processes()[pid][1]
 
 
 def node_of(pid: int) -> int:
@@ -136,17 +131,6 @@ def coordinator_on(folder: Path, node: str) -> int:
     (found,) = programs(folder, "coordinator")
     assert node_of(found) == int(node)
     return found
-
-
-def await_snapshot(folder: Path) -> None:
-    """Wait until each task server has written its parts of the next two snapshots; the first of the two is complete."""
-
-    def newest() -> int:
-        tasks = ((folder / "snapshots" / f"ps-{index}").glob("*") for index in range(2))
-        return min(max((int(part.name) for part in task if part.name.isdigit()), default=0) for task in tasks)
-
-    first = newest()
-    until(lambda: newest() >= first + 2)
 
 
 def test_all_that_ends_comes_back_and_each_step_is_done_once(

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.counting_script import COUNTERS, REPORT
+from tests.distributed.counting_script import COUNTERS, REPORT, await_snapshot
 from tests.distributed.processes import Spawned, children, wait_for_end
-from tests.distributed.waiting import until
 
 # Several starts of a cluster; each is slow on a busy machine.
 pytestmark = [pytest.mark.once, pytest.mark.timeout(400)]
@@ -43,22 +42,11 @@ def kill_all(launched: Spawned) -> None:
     wait_for_end(found)
 
 
-def await_snapshots(launched: Spawned, folder: Path) -> None:
-    """Wait for the first complete snapshot, and until two more are begun."""
-    launched.read_until("the first snapshot")
-
-    def newest(index: int) -> int:
-        found = (folder / "snapshots" / f"ps-{index}").glob("*")
-        return max((int(part.name) for part in found if part.name.isdigit()), default=0)
-
-    first = max(newest(0), newest(1))
-    until(lambda: min(newest(0), newest(1)) >= first + 2)
-
-
 def test_an_asynchronous_run_does_each_step_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ASYNC)
     with launch(tmp_path) as launched:
-        await_snapshots(launched, tmp_path)
+        launched.read_until("the first snapshot")
+        await_snapshot(tmp_path)
         kill_all(launched)
     with launch(tmp_path) as launched:
         status, output = launched.finish()

@@ -37,7 +37,6 @@ def memory() -> Iterator[MemoryCluster]:
 
 
 def scrape(endpoint: MetricsEndpoint) -> dict[tuple[str, ...], float]:
-    """The samples by name and labels."""
     with urllib.request.urlopen(endpoint.address, timeout=30) as answer:
         text = answer.read().decode()
     return {
