@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from dflow.cli.certs import make_secret
 from tests.distributed.detection.recorded import slurm
 from tests.distributed.launching.test_launcher import children_of
 from tests.distributed.processes import Spawned, wait_for_end
@@ -109,23 +108,3 @@ def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> N
         assert line == (
             "dflow: ps:0, which this process started, has ended (killed by SIGKILL); processes that need it will fail\n"
         )
-
-
-@pytest.mark.once
-def test_by_its_name_a_host_is_reached_with_a_secret_and_not_without(tmp_path: Path) -> None:
-    host = socket.gethostname()
-    with ExitStack() as started:
-        [first] = step_of_two(tmp_path, TRAIN, started, nodes=host, ranks=[0])
-        status, output = first.finish()
-        assert status == 1
-        assert "SecurityError" in output
-    (tmp_path / "go").unlink()
-    make_secret(tmp_path / "secret")
-    with ExitStack() as started:
-        first, second = step_of_two(tmp_path, TRAIN, started, nodes=host, DFLOW_SECRET_FILE=str(tmp_path / "secret"))
-        first.read_until("coordinator and ps:0 stay up for worker:1")
-        (tmp_path / "go").write_text("")
-        status, output = second.finish()
-        assert status == 0, output
-        assert output.endswith("count 3.0\n")
-        assert first.finish()[0] == 0

@@ -72,6 +72,8 @@ def test_a_worker_and_a_ps_tell_their_steps_bytes_and_errors(memory: MemoryClust
         server.store.table.forget("w", "it was dropped", "make it again")
         with pytest.raises(VariableError):
             step(jnp.ones(8))
+        assert [event.text for event in server.recorder.events() if event.what == "item failed"] == ["VariableError"]
+        assert worker.server.recorder.events()[-1].text.startswith("VariableError: ")
         own, ps = scrape(of_worker), scrape(of_ps)
     assert own["dflow_task_info", "worker:0"] == ps["dflow_task_info", "ps:0"] == 1
     assert own["dflow_steps_total", "ok"] == own["dflow_step_seconds_count",] == 3
