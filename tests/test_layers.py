@@ -166,3 +166,14 @@ def test_importing_dflow_touches_no_device() -> None:
         assert not xla_bridge.backends_are_initialized(), "a backend is up"
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
+
+
+def test_the_coordinator_the_launcher_and_the_dashboard_start_without_jax() -> None:
+    modules = (
+        "dflow.distributed.coordinator_role",
+        "dflow.distributed.launching.launcher",
+        "dflow.cli.launch_command",
+        "dflow.dashboard.serving",
+    )
+    code = f"import sys, {', '.join(modules)}; sys.exit('jaxlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

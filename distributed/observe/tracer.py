@@ -10,15 +10,15 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from dflow.distributed.observe.clock_alignment import ClockSample, Offset, align
 from dflow.distributed.observe.step_times import MessageTimes, StepTimes, message_times, step_times
-from dflow.distributed.observe.task_observer import TaskObserver
 from dflow.distributed.observe.trace_file import crossings, first_steps, trace_of
 from dflow.distributed.process.run_folder import write_whole_file
-from dflow.distributed.transport.base import Peer, Reply
+from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, StartTrace, StopTrace
 from dflow.lowering.steps.step_events import Event
@@ -33,8 +33,15 @@ ANSWER_S = 30.0
 POLL_S = 0.02
 
 
-#: A task that answers an `Observation`: another one, or one in this process.
-Observed = Peer | TaskObserver
+class Observed(Protocol):
+    """A task that answers an `Observation`: a `Peer`, or the `TaskObserver` of a task in this process.
+
+    Why no union: `TaskObserver` imports JAX, and the tools that trace a cluster start without it.
+    """
+
+    def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
+        """See `Peer.call`."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import msgspec
 
 from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message, Request
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.axis_slice import AxisSlice
 
 
 class SavedVariable(msgspec.Struct, frozen=True, rename={"path": "place"}):

@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.random import threefry_2x32
 
 from dflow.tracing.jax_frontend import Equation, Jaxpr, bind, closed_parts, dispatched, is_literal, key_implementation
+from dflow.tracing.rows.axis_slice import AxisSlice
 from dflow.tracing.rows.lookups import CALLS, RULED
 from dflow.tracing.rows.row_wise import ELEMENTWISE
 
@@ -27,36 +28,6 @@ _ELEMENTWISE = ELEMENTWISE | {
     *("bitcast_convert_type", "shift_left", "shift_right_arithmetic", "shift_right_logical", "stop_gradient"),
     *("population_count", "clz"),
 }
-
-
-class AxisSlice(NamedTuple):
-    """The indices `start`, `start + step`, ..., `size` of them, along the dimension `axis`."""
-
-    axis: int
-    start: int
-    size: int
-    step: int = 1
-
-    def of(self, array: Any, origin: Any = None) -> Any:
-        """The part of an array that has all indices, moved by `origin` indices, an integer that may be traced."""
-        if origin is not None:
-            indices = origin + self.start + self.step * jnp.arange(self.size)
-            return jnp.take(jnp.asarray(array), indices, self.axis, mode="clip")
-        return array[self.slices]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The slices that take the part out of an array that has all indices."""
-        stop = self.start + (self.size - 1) * self.step + 1 if self.size else self.start
-        return (slice(None),) * self.axis + (slice(self.start, stop, self.step),)
-
-    def before(self, end: int) -> int:
-        """The number of its indices below `end`."""
-        return min(max(0, -((self.start - end) // self.step)), self.size)
-
-    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the part of an array of the shape `whole`."""
-        return (*whole[: self.axis], self.size, *whole[self.axis + 1 :])
 
 
 class ArrayPart(NamedTuple):
