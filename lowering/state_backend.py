@@ -17,7 +17,7 @@ from dflow.lowering.passes.base import Observer
 from dflow.lowering.queues.queue_producer import QueueProducer
 from dflow.tracing.errors import InternalError
 from dflow.tracing.jaxprs.trace import Traced
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.axis_slice import AxisSlice
 from dflow.tracing.state.context import Home
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, leaves_of, text
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.axis_slice import AxisSlice
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 #: Attributes of `Loaded`, which no function may have as its name.

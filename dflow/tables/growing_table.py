@@ -26,8 +26,9 @@ from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p
+from dflow.tracing.rows.axis_slice import AxisSlice
 from dflow.tracing.rows.reports import REPORT
-from dflow.tracing.rows.slices import AxisSlice, sliced_at
+from dflow.tracing.rows.slices import sliced_at
 from dflow.tracing.source import as_code, caller
 from dflow.tracing.state.context import spread_here
 from dflow.tracing.state.resources import Variable, name

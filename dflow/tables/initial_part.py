@@ -10,7 +10,8 @@ import numpy as np
 
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.tracing.jax_frontend import equations_within
-from dflow.tracing.rows.slices import AxisSlice, sliced, sliced_at
+from dflow.tracing.rows.axis_slice import AxisSlice
+from dflow.tracing.rows.slices import sliced, sliced_at
 
 #: Size of a block in bytes. An initialiser computes arrays of a few times this size beside the value.
 BLOCK_BYTES = 32 << 20

@@ -14,7 +14,7 @@ import numpy as np
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.near_names import did_you_mean
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.axis_slice import AxisSlice
 
 #: The divisions: `rows` gives each shard neighbouring rows, `modulo` gives row r to shard r % shards, `columns` gives
 #: each shard neighbouring columns of all rows.

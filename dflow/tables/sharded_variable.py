@@ -35,8 +35,9 @@ from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.id_checks import IDS, check_ids, checked_ids
 from dflow.tracing.primitives.state_primitives import gather_p
+from dflow.tracing.rows.axis_slice import AxisSlice
 from dflow.tracing.rows.row_gradient import RowGradient
-from dflow.tracing.rows.slices import ArrayPart, AxisSlice
+from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.context import current_home, spread_here
 from dflow.tracing.state.initial_value import initial_type

@@ -36,7 +36,7 @@ from dflow.lowering.files.whole_arrays import bounds_of, each_once, is_whole_her
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.axis_slice import AxisSlice
 from dflow.tracing.source import caller
 
 #: Largest size of a chunk, and limit of pending reads or writes, in bytes.

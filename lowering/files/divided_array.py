@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dflow.lowering.files.zarr import stored_type
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.axis_slice import AxisSlice
 
 #: Largest size of a chunk in bytes.
 _CHUNK_BYTES = 64 << 20

@@ -27,7 +27,7 @@ from dflow.lowering.files.regular_file import LinkError, regular_size
 from dflow.lowering.files.whole_arrays import placed
 from dflow.tracing.errors import CheckpointError, CheckpointExists, DamagedCheckpoint, NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.axis_slice import AxisSlice
 
 SUFFIX = ".safetensors"
 

@@ -17,7 +17,7 @@ from dflow.lowering.files.orbax_checkpoint import is_orbax, read_orbax
 from dflow.lowering.files.safetensors_file import SUFFIX, SafetensorsFile, read_safetensors
 from dflow.tracing.errors import NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.axis_slice import AxisSlice
 
 
 class SavedArrays(Protocol):

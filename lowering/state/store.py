@@ -38,7 +38,7 @@ from dflow.tracing.errors import DflowError, VariableError, VariableShapeError
 from dflow.tracing.ir.row_marks import SUFFIX, fresh_marks, marked
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.ir.updates import KINDS, looked_up, operand_types, updated
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.axis_slice import AxisSlice
 
 Result = TypeVar("Result")
 _StatesByKeys = WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], StepState]

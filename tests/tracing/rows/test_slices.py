@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dflow.lowering.programs.initial_ops import InitialOps
-from dflow.tracing.rows.slices import AxisSlice, sliced
+from dflow.tracing.rows.axis_slice import AxisSlice
+from dflow.tracing.rows.slices import sliced
 
 SHAPE = (37, 11)
 KEY = jax.random.key(5)
