@@ -94,30 +94,6 @@ def test_bytecode_is_refused_unread() -> None:
         read_program(blob)
 
 
-class Chest:
-    """A class of the user's in the pytrees of a program."""
-
-
-def test_a_tree_with_a_users_type_is_refused_before_its_code_runs() -> None:
-    ran: list[bytes] = []
-
-    def read_auxiliary(data: bytes) -> object:
-        ran.append(data)
-        return None
-
-    jax.tree_util.register_pytree_node(Chest, lambda chest: ((), None), lambda aux, children: Chest())
-    export.register_pytree_node_serialization(
-        Chest,
-        serialized_name="tests.Chest",
-        serialize_auxdata=lambda aux: b"anything",
-        deserialize_auxdata=read_auxiliary,
-    )
-    blob = write_program(export.export(jax.jit(lambda x: (x, Chest())))(F32.struct))
-    with pytest.raises(WireError, match="a tree of a type of the user's; send plain tuples, lists and dicts"):
-        read_program(blob)
-    assert ran == []
-
-
 def test_a_tree_that_unfolds_without_end_is_refused() -> None:
     """Each node contains the node below twice, so 200 bytes stand for 2^60 leaves."""
     builder = flatbuffers.Builder()
