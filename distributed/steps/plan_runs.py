@@ -116,7 +116,7 @@ class PlanRuns:
         submit = partial(self._do, executable) if runs_here else self._threads.submit
         ended = partial(self._ended, executable, step, on_done)
         # The task that calls the step has a deadline for it, from the call on.
-        channel = self._channel if ahead is None else self._channel.without_deadlines
+        channel = self._channel.of_parts if ahead is None else self._channel.of_parts_ahead
         attempt = self._attempt(step, of) if of is not None else None
         begins = self._begins(step, ahead)
         run = run_of(executable, self._store, channel, step, feeds, ended, submit, self._recorder, begins, attempt)

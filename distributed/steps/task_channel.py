@@ -74,14 +74,6 @@ class _Receiver(msgspec.Struct, frozen=True, eq=False):
         self.deliver(outcome)
 
 
-class _WithoutDeadlines:
-    """A channel whose receives wait until the step ends."""
-
-    def __init__(self, channel: TaskChannel) -> None:
-        self.send = channel.send
-        self.receive = partial(channel.receive, has_deadline=False)
-
-
 @dataclass(frozen=True)
 class _OfferedValues:
     """A number of offered values, ready to be sent; dropped at `ends_s`, by the clock."""
@@ -92,7 +84,7 @@ class _OfferedValues:
 
 
 class TaskChannel:
-    """The channel of the task `name`; see `lowering.channel.Channel`. Thread-safe."""
+    """What the task `name` sends and receives; see `lowering.queues.channel.Channel`. Thread-safe."""
 
     def __init__(
         self,
@@ -123,8 +115,9 @@ class TaskChannel:
         self._outflow: Outflow[_OfferedValues] = Outflow(window_bytes)
         self._inflow = Inflow(window_bytes)
         self._offers = Deadlines(wait_timeout_s, self._kept, self._expire_offer, self._clock, self._lock)
-        #: The same channel for parts begun ahead, whose values may come late.
-        self.without_deadlines: Channel = _WithoutDeadlines(self)
+        self.of_parts = Channel(self.send, self.receive)
+        #: Of parts begun ahead, whose values may come late: receives wait until the step ends.
+        self.of_parts_ahead = Channel(self.send, partial(self.receive, has_deadline=False))
         # The connection over which the newest value or offer of a task came.
         self._senders: dict[str, Peer] = {}
 

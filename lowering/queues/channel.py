@@ -1,14 +1,14 @@
 """The executor's interface for sending and receiving values, whatever the transport.
 
 An edge carries values at most once per step, and within loops once per iteration. Then the iteration numbers are
-appended to the edge, those of the outermost loop first, as in `w@3` or `w@3.0`. An implementation of `Channel` matches
-a send with its receive by `(step, edge)`, with these numbers; either may come first.
+appended to the edge, those of the outermost loop first, as in `w@3` or `w@3.0`. A channel matches a send with its
+receive by `(step, edge)`, with these numbers; either may come first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy.typing as npt
@@ -56,17 +56,17 @@ class NotConnected(Exception):
         self.then = then
 
 
-class Channel(Protocol):
-    """The transport as the executor uses it for Send and Recv."""
+class Channel(NamedTuple):
+    """The transport as the executor uses it for Send and Recv.
 
-    def send(self, step: StepId, edge: str, destination: str, values: Sequence[Sent]) -> None:
-        """Hand `values` over for `destination`. After the return the caller may free them.
+    send     hands values of an edge of a step over for a task. After the return the caller may free them. Raises
+             NotConnected, when nothing was sent, since to connect takes long if the destination is dead.
+    receive  has its last argument called once, from any thread, with the values of an edge of a step from a task, which
+             have the types of the layout, or with an error
+    """
 
-        raises  NotConnected, when nothing was sent, since to connect takes long if the destination is dead
-        """
-
-    def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
-        """Have `deliver` called once, from any thread, with the values, which have these types, or with an error."""
+    send: Callable[[StepId, str, str, Sequence[Sent]], None]
+    receive: Callable[[StepId, str, str, PayloadLayout, Deliver], None]
 
 
 def frame_of_turn(frame: str, turn: int) -> str:

@@ -60,10 +60,11 @@ class Mail:
 
 
 class Mailbox:
-    """A task's end of the mail: a `Channel`."""
+    """A task's end of the mail."""
 
     def __init__(self, mail: Mail, task: str) -> None:
         self._mail, self._task = mail, task
+        self.channel = Channel(self.send, self.receive)
 
     def send(self, step: StepId, edge: str, destination: str, values: Sequence[Any]) -> None:
         self._mail.log.append(("send", edge))
@@ -89,7 +90,7 @@ def begin(
 ) -> tuple[Execution, list[Outcome[Fetches]]]:
     """Make a run of a plan, without starting it; return it and the list of its outcomes."""
     outcomes: list[Outcome[Fetches]] = []
-    here = channel or Mailbox(Mail(), plan.task)
+    here = channel or Mailbox(Mail(), plan.task).channel
     run = run_of(Executable(plan, programs), store or Store(), here, step, feeds, outcomes.append, submit, **options)
     return run, outcomes
 
@@ -152,8 +153,8 @@ class Cluster:
             assert task not in outcomes, f"{task} is done twice"
             outcomes[task] = outcome
 
-        mailbox = Mailbox(self.mail, task)
-        run_of(self._parts[task], self.stores[task], mailbox, step, feeds, on_done, submit).start()
+        channel = Mailbox(self.mail, task).channel
+        run_of(self._parts[task], self.stores[task], channel, step, feeds, on_done, submit).start()
 
     def state(self) -> dict[str, jax.Array]:
         """The values of all variables."""

@@ -169,9 +169,9 @@ def waited_for(cluster: Cluster, task: str) -> list[str]:
     """Return the edges whose values a task waits for after it has run alone as far as it can."""
     work: list[Callable[[], None]] = []
     ended: list[Any] = []
-    box = Mailbox(cluster.mail, task)
+    channel = Mailbox(cluster.mail, task).channel
     store, step = cluster.stores[task], StepId(WORKER, 9)
-    run_of(cluster._parts[task], store, box, step, [], ended.append, work.append).start()
+    run_of(cluster._parts[task], store, channel, step, [], ended.append, work.append).start()
     while work:
         work.pop()()
     assert not ended

@@ -51,7 +51,7 @@ class Task:
         feeds = dict(feeds)
         names = tuple(f"%{index} (op)\n  at x.py:{index}" for index in range(len(items)))
         plan = Plan(WORKER, registers, items, tuple(feeds), tuple(fetches), names=names)
-        values, channel = [*feeds.values()], Mailbox(self.mail, WORKER)
+        values, channel = [*feeds.values()], Mailbox(self.mail, WORKER).channel
         run, self.outcomes = begin(plan, self.programs, values, channel=channel, submit=self.submitted.append)
         return run
 
@@ -354,7 +354,13 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
             task, done = Task(add), Future[Outcome[Fetches]]()
             plan = Plan(WORKER, 2 * width + 1, tuple(items), (width,), (2 * width,))
             run_of(
-                Executable(plan, [add]), Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
+                Executable(plan, [add]),
+                Store(),
+                Mailbox(task.mail, WORKER).channel,
+                STEP,
+                [ONE],
+                done.set_result,
+                pool.submit,
             ).start()
             order = random.Random(0).sample(range(width), width)
             list(pool.map(lambda index, task=task: task.arrive(f"edge {index}", jnp.float32(index)), order))

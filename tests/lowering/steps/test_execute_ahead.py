@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.channel import Deliver, StepId
+from dflow.lowering.queues.channel import Channel, Deliver, StepId
 from dflow.lowering.steps import compile_items
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Begins
@@ -23,7 +23,7 @@ F32 = (("f32", ()),)
 X, COUNT, SUM = np.float32(1), np.float32(2), np.float32(3)
 
 
-class Channel:
+class Wire:
     """Keeps what is sent, and delivers what the test gives."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Run:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.channel = Channel()
+        self.wire = Wire()
 
         def program(name: str, *results: Any) -> Program:
             def call(written: Any, read: Any, *operands: Any) -> Any:
@@ -63,7 +63,9 @@ class Run:
 
         programs = [program("read", X), program("count", COUNT), program("add", SUM)]
         begins = Begins.OWN if self.plan.task == ORIGIN else Begins.AHEAD
-        self.run, self.done = begin(self.plan, programs, self.feeds, channel=self.channel, begins=begins)
+        self.run, self.done = begin(
+            self.plan, programs, self.feeds, channel=Channel(self.wire.send, self.wire.receive), begins=begins
+        )
 
 
 def start(run: Run) -> None:
@@ -75,7 +77,7 @@ def release(run: Run) -> None:
 
 
 def arrive(run: Run) -> None:
-    run.channel.deliver([X])
+    run.wire.deliver([X])
 
 
 ORDERS = [
@@ -91,7 +93,7 @@ def test_each_item_runs_once(order: Sequence[Callable[[Run], None]]) -> None:
     for act in order:
         act(run)
     assert sorted(run.calls, key=str) == [("add", COUNT, X), ("count",), ("read",)]
-    assert run.channel.sent == ["w"]
+    assert run.wire.sent == ["w"]
     assert [float(value) for (value,) in run.done] == [float(SUM)]
     assert not run.run.is_ahead
 
@@ -99,7 +101,7 @@ def test_each_item_runs_once(order: Sequence[Callable[[Run], None]]) -> None:
 def test_before_the_release_nothing_changes() -> None:
     run = Run()
     start(run)
-    assert (run.calls, run.channel.sent, run.run.is_ahead) == ([("read",)], ["w"], True)
+    assert (run.calls, run.wire.sent, run.run.is_ahead) == ([("read",)], ["w"], True)
     run.run.cancel(ValueError("the loop ended"))
     release(run)
     arrive(run)
@@ -121,14 +123,14 @@ def test_copies_of_what_is_sent_from_a_gpu_start_with_its_computation(
         def copy_to_host_async(self) -> None:
             events.append(f"copies {self.name}")
 
-    class Sending(Channel):
-        def send(self, step: StepId, edge: str, destination: str, values: Sequence[Any]) -> None:
-            events.append(f"sends {edge}")
-
     results = [OnDevice("a"), OnDevice("kept"), OnDevice("b")]
     plan = Plan(TASK, 3, (Call(0, (), (), (), (0, 1, 2)), Send("a", ORIGIN, (0,)), Send("b", ORIGIN, (2,))))
     monkeypatch.setattr(compile_items, "has_own_memory", lambda: on_gpu)
-    begin(plan, [Program(lambda written, read: ([], results))], channel=Sending())[0].start()
+    begin(
+        plan,
+        [Program(lambda written, read: ([], results))],
+        channel=Channel(lambda step, edge, *_: events.append(f"sends {edge}"), Wire().receive),
+    )[0].start()
     assert events == ["copies a", "copies b"] * on_gpu + ["sends a", "sends b"]
 
 
@@ -156,9 +158,9 @@ def test_an_own_part_sends_what_its_feeds_determine_and_the_rest_after_the_relea
     for number, act in enumerate(order):
         act(run)
         if release not in order[: number + 1]:
-            assert (run.calls, run.channel.sent, run.run.is_ahead) == ([("read", X)], ["ids"], True)
+            assert (run.calls, run.wire.sent, run.run.is_ahead) == ([("read", X)], ["ids"], True)
     assert sorted(run.calls, key=str) == [("add", COUNT, X), ("count",), ("read", X)]
-    assert sorted(run.channel.sent) == ["count", "gradient", "ids"]
+    assert sorted(run.wire.sent) == ["count", "gradient", "ids"]
     assert [float(value) for (value,) in run.done] == [float(SUM)]
 
 

@@ -85,7 +85,7 @@ class Run:
         feeds = [jnp.int32(number) for number in inputs]
         submit = pool.submit if pool else self.work.append
         run_of(
-            Executable(part.plan, programs), self.store, Mailbox(Mail(), ALONE), STEP, feeds, self.end, submit
+            Executable(part.plan, programs), self.store, Mailbox(Mail(), ALONE).channel, STEP, feeds, self.end, submit
         ).start()
         self.go_on()
 

@@ -65,7 +65,7 @@ class Task:
         """Begin an attempt, which counts; return a function that sends the value and returns the fetches."""
         step = StepId(WORKER, next(self.numbers))
         attempt = self.store.applied.attempt(STEP)
-        channel, feeds = Mailbox(self.mail, WORKER), [jnp.float32(1)]
+        channel, feeds = Mailbox(self.mail, WORKER).channel, [jnp.float32(1)]
         run, outcomes = begin(
             self.plan, self.programs, feeds, store=self.store, channel=channel, step=step, attempt=attempt
         )
