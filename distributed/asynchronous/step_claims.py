@@ -65,7 +65,6 @@ class StepClaims(CoordinatorPart):
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> StepClaims:
-        """Make the part."""
         pauses = core.part(StepPauses)
         made = cls(core.records, core.part(RunProgress))
         pauses.is_clear.append(made.is_clear)

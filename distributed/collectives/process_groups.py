@@ -98,7 +98,6 @@ class ProcessGroups(CoordinatorPart):
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> ProcessGroups:
-        """Make the part."""
         watch = core.part(ProgressWatch)
         return cls(
             partial(core.members.coming, within_s=RETURN_S),

@@ -92,7 +92,6 @@ class ClusterSnapshots(CoordinatorPart):
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> ClusterSnapshots:
-        """Make the part."""
         return cls(core)
 
     def __init__(self, core: CoordinatorCore) -> None:

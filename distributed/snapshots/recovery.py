@@ -83,7 +83,6 @@ class Recovery(CoordinatorPart):
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> Recovery:
-        """Make the part."""
         return cls(core)
 
     def __init__(self, core: CoordinatorCore) -> None:

@@ -38,7 +38,6 @@ class StepPauses(CoordinatorPart):
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> StepPauses:
-        """Make the part."""
         return cls(core.members.connections)
 
     def __init__(self, live: Callable[[], Mapping[str, int | None]]) -> None:

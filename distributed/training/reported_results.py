@@ -32,7 +32,6 @@ class ReportedResults(CoordinatorPart):
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> ReportedResults:
-        """Make the part."""
         return cls(core.records)
 
     def __init__(self, records: DurableRecords) -> None:

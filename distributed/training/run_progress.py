@@ -48,7 +48,6 @@ class RunProgress(CoordinatorPart):
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> RunProgress:
-        """Make the part."""
         return cls(core.records)
 
     def __init__(self, records: DurableRecords) -> None:
