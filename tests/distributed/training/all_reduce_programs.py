@@ -17,10 +17,10 @@ _DRAWN = np.random.default_rng(1)
 DATA = [(_DRAWN.normal(size=(ROWS, 4)), _DRAWN.normal(size=(ROWS, 8))) for _ in range(12)]
 
 
-def part_of(strategy: Any, number: int, width: int = ROWS) -> tuple[Any, Any]:
+def part_of(strategy: Any, number: int) -> tuple[Any, Any]:
     index, count = strategy.part
     x, y = (array.astype(np.float32) for array in DATA[number])
-    mine = slice(index * width // count, (index + 1) * width // count)
+    mine = slice(index * ROWS // count, (index + 1) * ROWS // count)
     return x[mine], y[mine]
 
 
@@ -93,14 +93,9 @@ class Program:
     def state(self) -> list[Any]:
         return [self.w, self.b, self.generator, self.optimizer]
 
-    def train(self, steps: int = 4, **options: Any) -> list[float]:
-        run = self.strategy.run(
-            self.step,
-            [(*part_of(self.strategy, number), np.float32(0.5)) for number in range(steps)],
-            steps=steps,
-            name=self.name,
-            **options,
-        )
+    def train(self) -> list[float]:
+        batches = [(*part_of(self.strategy, number), np.float32(0.5)) for number in range(4)]
+        run = self.strategy.run(self.step, batches, steps=4, name=self.name)
         return [float(metrics["loss"]) for metrics in run]
 
 

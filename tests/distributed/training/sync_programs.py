@@ -13,8 +13,8 @@ import optax
 import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.testing import MemoryCluster
+from tests.distributed.waiting import DEADLINE_S
 
-DEADLINE_S = 60.0
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
 Sync = dflow.distributed.Sync
 
@@ -25,11 +25,11 @@ def together(workers: Sequence[Any], work: Callable[[int, Any], Any]) -> list[An
         return [done.result(DEADLINE_S) for done in [pool.submit(work, *pair) for pair in enumerate(workers)]]
 
 
-def pair(cluster: Cluster, prefix: str = "pair", rate: float = 1.0) -> tuple[Any, Any]:
+def pair(cluster: Cluster, prefix: str = "pair") -> tuple[Any, Any]:
     """Two variables on two tasks; a step subtracts its argument from each and returns the values that it read."""
     with cluster.parameter_servers():
         model = dflow.variables({name: (lambda: jnp.zeros(4)) for name in ("first", "second")}, prefix=f"{prefix}/")
-        optimizer = dflow.Optimizer(optax.sgd(rate), model, name=f"{prefix}/opt")
+        optimizer = dflow.Optimizer(optax.sgd(1.0), model, name=f"{prefix}/opt")
     assert model["first"].device != model["second"].device
 
     @dflow.jit

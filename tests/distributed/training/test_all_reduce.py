@@ -118,10 +118,10 @@ cluster.close()
 )
 
 
-def equals_alone(name: str, steps: int, saved: Path) -> list[float]:
+def equals_alone(name: str, saved: Path) -> list[float]:
     """Train a program in this process, compare its state with the saved one, and return the losses."""
     program = Program(dflow.distributed.AllReduce(dflow.connect()), name)
-    losses = program.train(steps)
+    losses = program.train()
     state = [program.w, program.b, program.generator.key, program.optimizer.slots]
     trained = jax.tree.leaves(dflow.read(state))
     dflow.restore(saved, program.state)
@@ -164,7 +164,7 @@ def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -
     assert one["parallel", "has"] == "part (0, 2) P(None, 'model') P(None,)"
     assert one["across", "has"] == "part (0, 1) P('model', 'data') P('data',)"
     for name in ("replicated", "sharded", "parallel", "across"):
-        losses = equals_alone(name, 4, tmp_path / name)
+        losses = equals_alone(name, tmp_path / name)
         are_equal_when_saved_alone(name, tmp_path)
         np.testing.assert_allclose(json.loads(one[name, "gave"]), losses, rtol=1e-5)
         assert found[1][name, "gave"] == one[name, "gave"]

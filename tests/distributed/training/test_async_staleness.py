@@ -157,6 +157,7 @@ def test_workers_with_other_bounds_are_refused(workers: list[Cluster]) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"prefetch": -1}, "prefetch: expected at least 0, got -1"),
         ({"max_staleness": -1}, "max_staleness: expected at least 0, got -1"),
         ({"max_staleness": 1, "prefetch": 2}, "prefetch: expected at most max_staleness=1, got 2.*\n.*\n.*a larger"),
     ],

@@ -23,6 +23,8 @@ from dflow.tracing.errors import StrategyError
 from tests.distributed.training.sync_programs import together
 from tests.distributed.waiting import DEADLINE_S, until
 
+STRATEGIES = dflow.distributed.Async, dflow.distributed.Sync, dflow.distributed.AllReduce
+
 
 class Counting(Strategy):
     """Yields each result with the number of its step, and keeps the names of its runs."""
@@ -78,17 +80,7 @@ def test_a_worker_that_joins_again_goes_on_with_its_numbers(memory: MemoryCluste
             assert [run_name(cluster, "run"), run_name(cluster, "run")] == [f"run_{first}", f"run_{first + 1}"]
 
 
-def test_a_strategy_without_results_is_refused() -> None:
-    with pytest.raises(StrategyError, match="Strategy: expected a method results, got none"):
-        list(Strategy(dflow.connect()).run(lambda a: a, [1], steps=1))
-
-
-def test_other_batches_are_refused_at_the_users_line() -> None:
-    with pytest.raises(StrategyError, match=r"batches: expected an iterable or a function of .*, got 5"):
-        list(Counting().run(lambda a: a, 5, steps=1))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", [dflow.distributed.Async, dflow.distributed.Sync, dflow.distributed.AllReduce])
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_a_run_that_is_taken_by_next_has_all_its_steps(kind: Any) -> None:
     cluster = dflow.connect()
     run = kind(cluster).run(lambda a: a, [1, 2, 3], steps=3, name="taken")
@@ -124,7 +116,7 @@ class Each(Strategy):
         return run.calls(range(run.steps))
 
 
-@pytest.mark.parametrize("kind", [dflow.distributed.Async, dflow.distributed.Sync, dflow.distributed.AllReduce, Each])
+@pytest.mark.parametrize("kind", [*STRATEGIES, Each])
 @pytest.mark.parametrize("last", [0, 1, 2, 3])
 def test_a_loop_that_closes_its_cluster_before_its_last_step_ends_with_an_error(kind: Any, last: int) -> None:
     cluster = dflow.connect()
@@ -245,8 +237,14 @@ print(number)
 
 
 @pytest.mark.parametrize(
-    "strategy", [dflow.distributed.Async(dflow.connect()), dflow.distributed.Sync(dflow.connect()), Counting()]
+    ("kind", "batches", "steps", "fact"),
+    [
+        (Strategy, [1], 1, "Strategy: expected a method results, got none"),
+        (Each, 5, 1, r"batches: expected an iterable or a function of .*, got 5"),
+        (Each, [1], "two", "run: expected an integer for steps, got 'two'"),
+        *((kind, [1], -1, "steps=-1 of a run is negative") for kind in (Each, *STRATEGIES)),
+    ],
 )
-def test_a_negative_number_of_steps_is_refused_at_the_users_line(strategy: Strategy) -> None:
-    with pytest.raises(StrategyError, match=r"steps=-1 of a run is negative(.|\n)*test_strategy.py"):
-        list(strategy.run(lambda a: a, [1], steps=-1))
+def test_wrong_arguments_are_refused_at_the_users_line(kind: Any, batches: Any, steps: Any, fact: str) -> None:
+    with pytest.raises(StrategyError, match=rf"{fact}(.|\n)*test_strategy.py"):
+        list(kind(dflow.connect()).run(lambda a: a, batches, steps=steps))
