@@ -159,7 +159,7 @@ class ClusterSnapshots(CoordinatorPart):
         return not self._directory.lost() and not self._members.away()
 
     def _begin(self, at_s: float) -> None:
-        self.schedule.begin(at_s)
+        self.schedule.began_s = at_s
         self._enter(SnapshotPhase.PAUSING, at_s)
         self._pauses.ask(TO_CAPTURE)
 

@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -55,10 +54,6 @@ class Snapshot(msgspec.Struct, frozen=True):
         where = ", ".join(map(short_task_name, self.tasks))
         made = f"made {at_s - self.at_s:.0f} s before the last record of that cluster, with {self.steps_done or 0}"
         return f"snapshot {self.number}, {made} steps done; {where}"
-
-    def copy_of(self, part: type[CoordinatorPart]) -> Any:
-        """Return the copy of a part, of its class `copied`."""
-        return next(copies_of(part, self.copies))
 
 
 #: The moment before all state: tasks return to it if they lose state before the first snapshot is complete.

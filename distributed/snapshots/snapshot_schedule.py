@@ -24,7 +24,8 @@ class SnapshotSchedule:
 
     def __init__(self, every_s: float) -> None:
         self.every_s = every_s
-        self._began_s = -math.inf
+        #: Beginning of the newest attempt.
+        self.began_s = -math.inf
         #: Names in the newest complete snapshot.
         self._names: Collection[str] = ()
         #: Number of reports of changed state: in all, and in the newest complete snapshot.
@@ -43,7 +44,7 @@ class SnapshotSchedule:
         New state is saved immediately: a task could not return to a snapshot without it.
         """
         is_new = names != self._names or self.changes > self.saved_changes
-        return self.is_allowed(at_s) and (is_new or at_s - self._began_s >= self.every_s)
+        return self.is_allowed(at_s) and (is_new or at_s - self.began_s >= self.every_s)
 
     def is_allowed(self, at_s: float) -> bool:
         """Whether enough time has passed since an attempt that failed."""
@@ -52,10 +53,6 @@ class SnapshotSchedule:
     def allow(self) -> None:
         """Let the next attempt begin, however the last ones ended."""
         self._not_before_s = -math.inf
-
-    def begin(self, at_s: float) -> None:
-        """Note the beginning of an attempt."""
-        self._began_s = at_s
 
     def failed(self, at_s: float, least_s: float) -> float:
         """Note that an attempt failed; return the time to the next in s, at least `least_s`."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from dflow.distributed.asynchronous.step_claims import StepClaims
 from dflow.distributed.collectives.process_group import STATUS as GROUP_LOST
+from dflow.distributed.coordinator.coordinator_part import copies_of
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.process.child_process import describe_end
@@ -83,11 +84,11 @@ def _check_parts(snapshots: Path, snapshot: Snapshot) -> Iterator[str]:
     for name, value in counters.items():
         if not np.all(value == len(first)):
             yield f"{name!r} is {np.unique(value)} after {len(first)} steps"
-    for run in snapshot.copy_of(StepClaims).runs.values():
+    for run in next(copies_of(StepClaims, snapshot.copies)).runs.values():
         open_steps = {step for pair in (*run.pool, *run.left_over) for step in range(*pair)}
         if lost := {*range(run.total_steps)} - open_steps - {*first}:
             yield f"the ledger has {_some(lost)} as done, which no task has applied"
-    for rounds, _ in snapshot.copy_of(RunProgress).rounds.values():
+    for rounds, _ in next(copies_of(RunProgress, snapshot.copies)).rounds.values():
         if rounds > len(first):
             yield f"the ledger has {rounds} rounds as done, and the tasks have applied {len(first)}"
 

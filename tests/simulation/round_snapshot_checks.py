@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dflow.distributed.coordinator.coordinator_part import copies_of
 from dflow.distributed.snapshots.resumption import Snapshot
 from dflow.distributed.snapshots.snapshot_messages import CaptureState, StateRestored
 from dflow.distributed.synchronous.step_aggregator import RunCopy, StepAggregator
@@ -87,7 +88,7 @@ class RoundSnapshotChecks(SnapshotChecks):
 
     def done_in(self, snapshot: Snapshot) -> Sequence[int]:
         """Return the rounds that a snapshot counts as done."""
-        done, _ = snapshot.copy_of(RunProgress).rounds.get(RUN, (0, 0))
+        done, _ = next(copies_of(RunProgress, snapshot.copies)).rounds.get(RUN, (0, 0))
         return range(done)
 
     def committed_part(self, number: int, text: str, metadata: Mapping[str, Any], values: dict[str, Any]) -> None:

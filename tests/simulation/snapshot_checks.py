@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from dflow.distributed.asynchronous.step_claims import StepClaims
+from dflow.distributed.coordinator.coordinator_part import copies_of
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
 from dflow.distributed.snapshots.recovery import Recovery, ReturnPhase
@@ -239,7 +240,7 @@ class StepSnapshotChecks(SnapshotChecks):
 
     def done_in(self, snapshot: Snapshot) -> Sequence[int]:
         """Return the steps that a snapshot counts as done."""
-        runs = snapshot.copy_of(StepClaims).runs
+        runs = next(copies_of(StepClaims, snapshot.copies)).runs
         pool = runs[RUN].pool if RUN in runs else ((0, self._steps),)
         return sorted({*range(self._steps)} - {step for pair in pool for step in range(*pair)})
 
