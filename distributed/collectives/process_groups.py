@@ -14,7 +14,10 @@ Invariants:
   have left, or have come to another point of the program;
 - no member passes an exchange before all have come there, and no exchange is passed after a member has left;
 - an exchange fails if its missing members wait for the other members, at a barrier or at the end of the program;
-- a group does not outlive its coordinator's process, and its members are notified.
+- a group does not outlive its coordinator's process, and its members are notified;
+- the member of rank 0 does works for its group, such as a file that it writes, without a wait for the others. A wait
+  for such a work is answered exactly once. It fails if that member has come to a later exchange without this work: it
+  reports the begin of each work before the next exchange.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from dflow.distributed.collectives.group_messages import (
     END,
@@ -32,9 +35,10 @@ from dflow.distributed.collectives.group_messages import (
     Exchanged,
     GroupFormed,
     JoinGroup,
+    LeaderWork,
+    LeaderWorkEnded,
     LeaderWorks,
 )
-from dflow.distributed.collectives.leader_work import LeaderWorkBook, Waiting
 from dflow.distributed.coordinator.barriers import Barriers
 from dflow.distributed.coordinator.coordinator_events import Command, Log, SendReply
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
@@ -44,6 +48,9 @@ from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.basic import Failure, Ok
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
+Asked = TypeVar("Asked", AwaitLeaderWork, Exchange, JoinGroup)
+#: Number of ended works that a group remembers, for members that come late.
+MOST_ENDED = 1000
 #: Longest wait of a new group for the next life of a task after a fault, in s.
 RETURN_S = 60.0
 #: An exchange that lasts longer is logged once, with the missing tasks, in s.
@@ -55,6 +62,19 @@ Expected = Callable[[str, float], tuple[str, ...]]
 Describe = Callable[[str, float], str]
 #: The barrier at which a task waits, and the tasks that are missing there; None if it waits at none.
 AtBarrier = Callable[[str], tuple[str, frozenset[str]] | None]
+
+
+@dataclass(frozen=True)
+class Waiting(Generic[Asked]):
+    """A request of a member that is not answered yet."""
+
+    request: Asked
+    received: Received
+
+    @property
+    def until_s(self) -> float:
+        """The end of the wait."""
+        return self.received.at_s + self.request.timeout_s
 
 
 @dataclass
@@ -75,10 +95,17 @@ class _Group:
     members: dict[str, int]
     lost: str = ""
     channels: dict[str, _Channel] = field(default_factory=dict)
+    #: The works that the member of rank 0 does for all: those that have begun, and the ends of others, the newest last.
+    _begun: set[LeaderWork] = field(default_factory=set)
+    _ended: dict[LeaderWork, LeaderWorkEnded] = field(default_factory=dict)
+    _waiting: list[Waiting[AwaitLeaderWork]] = field(default_factory=list)
+    #: Number of exchanges of its main thread that the member of rank 0 has come to.
+    _point: int = 0
 
-    def __post_init__(self) -> None:
-        #: The works that the member of rank 0 does for all.
-        self.works = LeaderWorkBook(next(iter(self.members)))
+    @property
+    def _leader(self) -> str:
+        """The task of rank 0."""
+        return next(iter(self.members))
 
     @property
     def described_end(self) -> str:
@@ -89,6 +116,63 @@ class _Group:
     def formed(self) -> GroupFormed:
         """The answer to every member."""
         return GroupFormed(tuple(self.members), tuple(self.members.values()))
+
+    # Works of the member of rank 0.
+
+    def note_work(self, told: LeaderWorks) -> list[SendReply]:
+        """Note the begin or the end of a work."""
+        if not told.has_ended:
+            self._begun.add(told.work)
+            return []
+        self._begun.discard(told.work)
+        ended = self._ended[told.work] = LeaderWorkEnded(told.kind, told.error)
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+        return [SendReply(one.received.ask, ended) for one in self._take(lambda one: one.request.work == told.work)]
+
+    def await_work(self, member: Waiting[AwaitLeaderWork]) -> list[SendReply]:
+        """Answer a member when the work has ended."""
+        request = member.request
+        if request.work in self._ended:
+            return [SendReply(member.received.ask, self._ended[request.work])]
+        self._waiting = [one for one in self._waiting if one.request != request]  # asked again over a new connection
+        self._waiting.append(member)
+        return self._refuse_passed()
+
+    def come(self, task: str, point: int) -> list[SendReply]:
+        """Note that a member's main thread has come to an exchange."""
+        if task == self._leader:
+            self._point = max(self._point, point)
+        return self._refuse_passed()
+
+    def expire(self, at_s: float) -> list[SendReply]:
+        """End the waits that are past their deadlines."""
+        late = self._take(lambda one: at_s >= one.until_s)
+        return self._refuse(late, "DeadlineExceeded", "and it has not ended")
+
+    def lose(self, why: str) -> list[SendReply]:
+        """End all waits, since the group is over."""
+        waiting, self._waiting = self._waiting, []
+        return [SendReply(one.received.ask, Failure("TaskLost", why)) for one in waiting]
+
+    def _refuse_passed(self) -> list[SendReply]:
+        passed = self._take(lambda one: one.request.work.point < self._point and one.request.work not in self._begun)
+        return self._refuse(passed, "StrategyError", "which has gone on without it")
+
+    def _refuse(self, waiters: Sequence[Waiting[AwaitLeaderWork]], kind: str, why: str) -> list[SendReply]:
+        return [SendReply(one.received.ask, Failure(kind, self._refusal(one, why))) for one in waiters]
+
+    def _refusal(self, one: Waiting[AwaitLeaderWork], why: str) -> str:
+        leader = short_task_name(self._leader)
+        return (
+            f"{short_task_name(one.request.task)} waits for {one.request.work.name} by {leader}, {why}\n"
+            f"  call it on all workers, or on {leader} alone"
+        )
+
+    def _take(self, is_taken: Callable[[Waiting[AwaitLeaderWork]], bool]) -> list[Waiting[AwaitLeaderWork]]:
+        taken = [one for one in self._waiting if is_taken(one)]
+        self._waiting = [one for one in self._waiting if not is_taken(one)]
+        return taken
 
 
 class ProcessGroups(CoordinatorPart):
@@ -131,7 +215,7 @@ class ProcessGroups(CoordinatorPart):
         group = self._going_on(received.life, request.task)
         if isinstance(group, Failure):
             return [SendReply(received.ask, group)]
-        passed = group.works.come(request.task, request.number) if request.channel == MAIN else []
+        passed = group.come(request.task, request.number) if request.channel == MAIN else []
         return passed + self._exchange(group, request, received)
 
     @requests.handles(AwaitLeaderWork)
@@ -140,13 +224,13 @@ class ProcessGroups(CoordinatorPart):
         group = self._going_on(received.life, request.task)
         if isinstance(group, Failure):
             return [SendReply(received.ask, group)]
-        return group.works.wait(Waiting(request, received))
+        return group.await_work(Waiting(request, received))
 
     @requests.handles(LeaderWorks)
     def note_work(self, told: LeaderWorks, received: Received) -> Sequence[Command]:
         """Note that a member of rank 0 has begun or ended a work for its group."""
         group = self._groups.get(received.life)
-        return [*(group.works.note(told) if group is not None else []), SendReply(received.ask, Ok())]
+        return [*(group.note_work(told) if group is not None else []), SendReply(received.ask, Ok())]
 
     def _going_on(self, life: int, task: str) -> _Group | Failure:
         """Return the group of a life, or the answer if it is over."""
@@ -185,7 +269,7 @@ class ProcessGroups(CoordinatorPart):
         for channel in group.channels.values():
             channel.given.pop(task, None)
             replies += _refuse(channel, "TaskLost", group.described_end)
-        return replies + group.works.lose(group.described_end)
+        return replies + group.lose(group.described_end)
 
     def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
         """Form the groups that wait for no task any longer, and end the waits that are past their deadlines."""
@@ -203,7 +287,7 @@ class ProcessGroups(CoordinatorPart):
         for group in {id(group): group for group in self._groups.values()}.values():
             for channel in group.channels.values():
                 commands += self._expire(group, channel, at_s)
-            commands += group.works.expire(at_s)
+            commands += group.expire(at_s)
         return commands
 
     def _expire(self, group: _Group, channel: _Channel, at_s: float) -> list[Command]:
