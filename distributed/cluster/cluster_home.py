@@ -25,7 +25,7 @@ from dflow.distributed.cluster.cluster_resources import (
     task_in_scope,
     task_of_resource,
 )
-from dflow.distributed.cluster.cluster_steps import ClusterSteps, PartitionedStep
+from dflow.distributed.cluster.cluster_steps import ClusterSteps
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
 from dflow.distributed.cluster.shared_values import CAPTURE_NUMBERS, SharedValues
 from dflow.distributed.cluster.variable_batch import (
@@ -56,7 +56,6 @@ from dflow.distributed.wire.messages.resources import CallResource, CreateResour
 from dflow.distributed.wire.messages.variables import ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
-from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state_backend import Runner, SavedVariables, WriteCaptured, indices_of
@@ -66,7 +65,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
-from dflow.tracing.jaxprs.trace import Traced, trace
+from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.moments import reach
 from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.source import at, caller
@@ -91,6 +90,7 @@ class ClusterHome:
 
     def __init__(self, requests: OutgoingRequests, steps: ClusterSteps, job: str) -> None:
         self._requests, self.steps, self._job = requests, steps, job
+        self.lower, self.runner = steps.lower, steps.runner
         self._ops: dict[tuple[Any, ...], Runner] = {}
         _, index = split_task_name(requests.task)
         self.is_saver = index == 0
@@ -107,12 +107,6 @@ class ClusterHome:
         roster = self._requests.coordinator.session.roster
         tasks = {*(info.task for info in roster.tasks), *roster.expected}
         return max(1, sum(split_task_name(task)[0] == self._job for task in tasks))
-
-    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
-        return self.steps.lower(traced, check=check, observe=observe)
-
-    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        return self.steps.runner(traced, check=check, observe=observe)
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> None:
         refuse_unnamed(variable, f"a variable of {variable.type}", VariableError)

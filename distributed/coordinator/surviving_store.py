@@ -25,6 +25,8 @@ class SurvivingStore:
 
     def __init__(self, store: CoordinatorStore) -> None:
         self._store = store
+        #: Closes the store.
+        self.close = store.close
         self._rows = dict(store.load())
         #: Changes that are not written, by key.
         self.pending: dict[str, Change] = {}
@@ -64,7 +66,3 @@ class SurvivingStore:
         if is_again:
             LOGGER.warning("the coordinator's state is written again, after %.0f s", at_s - self._failed_s)
         self._failed_s, self._retry_s = math.nan, -math.inf
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store.close()

@@ -87,6 +87,8 @@ class OnSsh:
         #: The coordinator listens here.
         self.address = read("DFLOW_ADDRESS") or (own_host(f"{away[0]}:0") if away else LOOPBACK)
         self._here = ThisMachine()
+        #: Ends the coordinator, if it still runs.
+        self.close = self._here.close
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> Running:
         """Start a program; see `LaunchTarget.start`. Waits while many connections to its host are not open yet."""
@@ -102,10 +104,6 @@ class OnSsh:
         started = _OverSsh(program.task, host.name, self._command(host), _order(program, part), on_line)
         opening.append(started)
         return started
-
-    def close(self) -> None:
-        """End the coordinator, if it still runs."""
-        self._here.close()
 
     def _command(self, host: SshHost) -> list[str]:
         user = ["-l", host.user] if host.user else []
