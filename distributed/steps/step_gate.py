@@ -13,11 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from dflow.tracing.context_values import within
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded
 
@@ -29,11 +28,6 @@ _prepared: dict[int, str] = {}
 def is_in_step() -> bool:
     """Whether the caller is within a shared step: a pause of the steps waits for its end."""
     return _step.get() is not None
-
-
-def inside_step(step: RunningStep) -> AbstractContextManager[None]:
-    """Return a context that is within a shared step, which is within its gate."""
-    return within(_step, step)
 
 
 def uses_tasks() -> None:
@@ -166,7 +160,7 @@ class StepGate:
         step = RunningStep(self, timeout_s)
         step.enter()
         try:
-            # As `inside_step`, without a second context manager in each step.
+            # As `context_values.within`, without a second context manager in each step.
             token = _step.set(step)
             try:
                 yield

@@ -14,12 +14,13 @@ from functools import partial
 from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery, SnapshotCommitted, StateRestored
 from dflow.distributed.snapshots.unsaved_state import UnsavedState
 from dflow.distributed.snapshots.used_state import UsedState
-from dflow.distributed.steps.step_gate import RunningStep, inside_step
+from dflow.distributed.steps.step_gate import RunningStep, _step
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.basic import ArrayInfo
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables
+from dflow.tracing.context_values import within
 from dflow.tracing.errors import DflowError
 from dflow.tracing.moments import reach
 from tests.simulation.blocking_program import end_wait
@@ -102,7 +103,7 @@ class SnapshotVariables:
             self._member.wait("the end of a pause", PAUSE_S, may_try)
         self._is_in_step = True
         try:
-            with inside_step(RunningStep(gate, PAUSE_S, is_counted=True)):
+            with within(_step, RunningStep(gate, PAUSE_S, is_counted=True)):
                 self.unsaved.make_again()
                 yield
         finally:
