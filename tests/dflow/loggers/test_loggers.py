@@ -179,7 +179,7 @@ def test_a_place_that_cannot_be_written_is_an_error_before_the_first_step(tmp_pa
     with pytest.raises(
         dflow.TrainingError, match=r"(?s)be written, got .*/file/log.csv: .*test_loggers.py:\d+\n  give"
     ):
-        trained([log, Counter()])
+        trained([Counter(), log])
     assert steps == []
 
 
