@@ -92,6 +92,20 @@ class Reference:
         raise AssertionError("a reference has a state")
 
 
+class Folded(Reference):
+    """A value that each step replaces: `write` takes it and a batch, and returns the next one and the step's result."""
+
+    def __init__(self, value: Any, write: Callable[[Any, Batch], tuple[Any, float]], shown: Any = np.asarray) -> None:
+        self.value, self._write, self._shown = value, write, shown
+
+    def write(self, given: Batch) -> float:
+        self.value, result = self._write(self.value, given)
+        return result
+
+    def state(self) -> Any:
+        return self._shown(self.value)
+
+
 class Kind:
     """A kind of state. `name` is what a user calls it; kinds of one `family` share a column of the docs."""
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dflow
-from tests.composition.kind import Batch, Held, Kind, Reference, whole
+from tests.composition.kind import Batch, Folded, Held, Kind, Reference, whole
 
 
 class Random(Kind):
@@ -28,18 +28,11 @@ class Random(Kind):
         return Held(step, lambda: whole(generator.key), {"generator": generator})
 
     def reference(self) -> Reference:
-        class Key(Reference):
-            def __init__(self) -> None:
-                self.key = jax.random.key(7)
+        def write(key: Any, given: Batch) -> tuple[Any, float]:
+            after, drawn = jax.random.split(key)
+            return after, float(jax.random.uniform(drawn))
 
-            def write(self, given: Batch) -> float:
-                self.key, drawn = jax.random.split(self.key)
-                return float(jax.random.uniform(drawn))
-
-            def state(self) -> Any:
-                return np.asarray(jax.random.key_data(self.key))
-
-        return Key()
+        return Folded(jax.random.key(7), write, whole)
 
 
 class Queue(Kind):
@@ -154,14 +147,7 @@ class Accumulator(Kind):
         return Held(step, state, {"sums": sums})
 
     def reference(self) -> Reference:
-        class Sum(Reference):
-            value = np.zeros(2, np.float32)
-
-            def write(self, given: Batch) -> float:
-                self.value = self.value + np.array([given["x"].sum(), 1], np.float32)
-                return 1.0
-
-            def state(self) -> Any:
-                return self.value
-
-        return Sum()
+        return Folded(
+            np.zeros(2, np.float32),
+            lambda value, given: (value + np.array([given["x"].sum(), 1], np.float32), 1.0),
+        )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dflow
-from tests.composition.kind import FIRST, Batch, Held, Kind, Reference, whole
+from tests.composition.kind import FIRST, Batch, Folded, Held, Kind, Reference, whole
 
 
 class Numbers(Kind):
@@ -41,20 +41,9 @@ class Numbers(Kind):
         return Held(step, lambda: whole(v), {"v": v}, look)
 
     def reference(self) -> Reference:
-        amount, first = self._amount, self.first
-
-        class Sum(Reference):
-            value = first
-
-            def write(self, given: Batch) -> float:
-                seen = float(self.value.real.astype(np.float32).sum())
-                self.value = self.value + amount(given)
-                return seen
-
-            def state(self) -> Any:
-                return self.value
-
-        return Sum()
+        return Folded(
+            self.first, lambda value, given: (value + self._amount(given), float(value.real.astype(np.float32).sum()))
+        )
 
 
 class Marked(Kind):
@@ -79,20 +68,10 @@ class Marked(Kind):
         return Held(step, lambda: whole(v), {"v": v}, look)
 
     def reference(self) -> Reference:
-        kind = self
+        def write(value: Any, given: Batch) -> tuple[Any, float]:
+            return self._value_of(jnp.asarray(given["round"])[0]), float(self._seen(value))
 
-        class Last(Reference):
-            value = kind._value_of(jnp.int32(100))
-
-            def write(self, given: Batch) -> float:
-                seen = float(kind._seen(self.value))
-                self.value = kind._value_of(jnp.asarray(given["round"])[0])
-                return seen
-
-            def state(self) -> Any:
-                return whole(self.value)
-
-        return Last()
+        return Folded(self._value_of(jnp.int32(100)), write, whole)
 
 
 class Container(Numbers):
@@ -146,16 +125,9 @@ class Shards(Kind):
         return Held(step, lambda: whole(table), {"table": table}, look)
 
     def reference(self) -> Reference:
-        class Rows(Reference):
-            def __init__(self) -> None:
-                self.table = FIRST.copy()
+        def write(table: Any, given: Batch) -> tuple[Any, float]:
+            after = table.copy()
+            np.add.at(after, given["ids"], given["x"][:, None])
+            return after, float(table[given["ids"]].sum())
 
-            def write(self, given: Batch) -> float:
-                seen = float(self.table[given["ids"]].sum())
-                np.add.at(self.table, given["ids"], given["x"][:, None])
-                return seen
-
-            def state(self) -> Any:
-                return self.table.copy()
-
-        return Rows()
+        return Folded(FIRST, write)
