@@ -18,7 +18,7 @@ from dflow.distributed.client.coordinator_session import (
 )
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.basic import Failure, Ok
-from dflow.distributed.wire.messages.coordination import Elected, ElectOnce
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
 from dflow.distributed.wire.messages.roster import Announcement, Join, Leave, Roster, RosterChange, TaskInfo
 from dflow.distributed.wire.messages.status import GetStatus
 
@@ -91,7 +91,7 @@ def test_a_link_over_which_a_join_is_not_answered_is_dead() -> None:
     assert made.wake_at_s is None
 
 
-def test_a_claim_has_its_number_and_that_of_the_last_one_whose_answer_was_seen() -> None:
+def test_an_arrival_has_its_number_and_a_claim_also_that_of_the_last_one_whose_answer_was_seen() -> None:
     made = joined()
     claim = ClaimSteps("run", WORKER0, 9, 0)
     assert made.ask(0.0, 2, claim) == [SendRequest(1, 2, ClaimSteps("run", WORKER0, 9, 2, 0))]
@@ -103,6 +103,8 @@ def test_a_claim_has_its_number_and_that_of_the_last_one_whose_answer_was_seen()
     assert made.ask(0.0, 7, ClaimSteps("other", WORKER0, 9, 0)) == [
         SendRequest(1, 7, ClaimSteps("other", WORKER0, 9, 7, 0))
     ]
+    arrival = AwaitBarrier("b", WORKER0, 8, 5.0)
+    assert made.ask(0.0, 8, AwaitBarrier("b", WORKER0, 0, 5.0)) == [SendRequest(1, 8, arrival)]
 
 
 def test_pauses_grow_to_the_longest_differ_by_incarnation_and_begin_anew_after_an_answer() -> None:

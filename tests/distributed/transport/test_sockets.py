@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS, Address
+from dflow.distributed.transport.base import Responder
 from dflow.distributed.transport.framing import HEADER, MAGIC
 from dflow.distributed.transport.link import Kind, Limits
 from dflow.distributed.transport.security.policy import SameMachine, Secured
@@ -275,6 +277,19 @@ def test_a_message_whose_sending_is_interrupted_arrives_once(monkeypatch: pytest
         peer.notify(Placed("first"))
     peer.notify(Placed("second"))
     assert [server.notice()[0] for _ in range(2)] == [Placed("first"), Placed("second")]
+    listener.close()
+
+
+def test_responses_after_the_asker_left_are_dropped() -> None:
+    held: queue.SimpleQueue[Responder] = queue.SimpleQueue()
+    recorder = Recorder(lambda peer, message, payload, responder: held.put(responder))
+    listener = listen(Limits(), recorder)
+    peer = reach(SocketTransport(), listener.address, Recorder())
+    peer.start(Ok())
+    responder = held.get(timeout=DEADLINE_S)
+    peer.close()
+    recorder.close_reason()
+    responder.reply(Ok())
     listener.close()
 
 
