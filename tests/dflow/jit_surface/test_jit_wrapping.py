@@ -42,6 +42,11 @@ class Callable_:  # noqa: N801
         return x
 
 
+class Unprintable(Callable_):
+    def __repr__(self) -> str:
+        raise ValueError("this has no repr")
+
+
 def classes(jit: Any) -> Any:
     class Model:
         factor = 3
@@ -141,6 +146,7 @@ def copies(jit: Any, make: Any) -> Any:
 
 PROGRAMS: dict[str, Program] = {
     "its attributes": globals_of_the_wrapper,
+    "its repr, of an object whose own raises": lambda jit: repr(jit(Unprintable(2))).endswith(">"),
     "attributes that are set": set_attribute,
     "copied": lambda jit: copies(jit, copy.copy),
     "deep-copied": lambda jit: copies(jit, copy.deepcopy),
