@@ -165,6 +165,7 @@ def test_a_bag_is_the_weighted_sum_or_mean_of_its_rows(table: dflow.Embedding) -
         ([1, 2, 3], {"weights": [1.0]}, r"expected the shape of the ids, \(3,\), got \(1,\)"),
         ([1, 2, 3], {"segments": [0, 0, 1]}, "and bags=None"),
         ([1, 2, 3], {"segments": [0], "bags": 2}, r"got \(1,\) and bags=2"),
+        ([1, 2, 3], {"bags": 2}, "got None and bags=2"),
     ],
 )
 def test_a_bag_with_wrong_arguments_is_refused(table: dflow.Embedding, ids: Any, options: Any, message: str) -> None:
