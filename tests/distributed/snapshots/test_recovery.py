@@ -195,6 +195,16 @@ def test_a_part_that_cannot_be_written_leaves_the_last_snapshot_in_place() -> No
     assert "ps:0, ps:1 returned to snapshot 1; 15 steps are done again" in tasks.log
 
 
+def test_a_snapshot_ends_when_a_task_with_a_part_of_it_is_started_again() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    tasks.each(*tasks.peer)
+    assert sent(tasks, CaptureState) == {*PS}
+    tasks.start_again(PS[1])
+    text = "a snapshot is abandoned, and no other begins for 1 s: ps:1 has left or joined again"
+    assert text in tasks.log
+
+
 def test_a_task_that_does_not_capture_its_state_holds_up_the_steps_for_a_while_only() -> None:
     tasks = Tasks()
     tasks.tick()
