@@ -269,3 +269,9 @@ def test_a_device_that_is_not_there_is_refused_at_the_scope() -> None:
     nowhere: Any = 1.0
     with pytest.raises(dflow.DeviceError, match="was given a float, which lives"), dflow.colocate_with(nowhere):
         pass
+
+
+def test_what_is_fed_is_put_on_the_device_that_is_given() -> None:
+    queue = dflow.FIFOQueue(4, jax.ShapeDtypeStruct((), jnp.int32), name="fed")
+    dflow.data.feed(range(3), queue, device=jax.devices()[5])
+    assert on(queue.dequeue()) == "cpu:5"

@@ -291,12 +291,6 @@ def test_lists_stand_for_tuples_and_foreign_tensors_for_arrays() -> None:
     assert [(float(x[0, 0]), y.tolist()) for x, y in _rest(queue)] == [(0.0, [0, 1]), (1.0, [0, 1]), (2.0, [0, 1])]
 
 
-def test_arrays_are_put_on_the_device_that_is_given() -> None:
-    device, queue = jax.devices()[-1], _queue()
-    feed(range(3), queue, device=device)
-    assert queue.dequeue().devices() == {device}
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
