@@ -160,6 +160,10 @@ def test_bytes_that_are_no_request_are_answered_in_json_and_logged_rarely(
             answer = client.recv(4096)
             assert answer.startswith(b"HTTP/1.1 400 ")
             assert answer.endswith(b'{"error": "expected a request of HTTP/1.1, got other bytes"}')
+    with connect(usual) as client:  # ended also if the client does not
+        client.sendall(b"no HTTP\r\n\r\n")
+        client.settimeout(8.0)
+        assert [bool(client.recv(4096)), client.recv(4096)] == [True, b""]
     assert 0 < len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 20
 
 
