@@ -72,8 +72,11 @@ def _base_name(base: ast.expr) -> str | None:
     return getattr(base, "attr", None) or getattr(base, "id", None)
 
 
-def _members(node: ast.ClassDef) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield what instances have: methods with their parameters, fields, and attributes that `__init__` sets."""
+def _members(node: ast.ClassDef) -> Iterator[tuple[str, frozenset[str] | None]]:
+    """Yield what instances have: methods with their parameters, fields, and attributes that `__init__` sets.
+
+    None for the parameters of an attribute: a method may be handed on as one.
+    """
     for line in node.body:
         if isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef):
             yield line.name, frozenset(_parameters(line))
@@ -81,9 +84,9 @@ def _members(node: ast.ClassDef) -> Iterator[tuple[str, frozenset[str]]]:
         if in_init or isinstance(line, ast.AnnAssign | ast.Assign):
             for set_here in ast.walk(line):
                 if isinstance(set_here, ast.Attribute) and isinstance(set_here.ctx, ast.Store):
-                    yield set_here.attr, frozenset()
+                    yield set_here.attr, None
                 if isinstance(set_here, ast.Name) and isinstance(set_here.ctx, ast.Store) and not in_init:
-                    yield set_here.id, frozenset()
+                    yield set_here.id, None
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
@@ -122,8 +125,11 @@ def lone_protocols(found: list[_Class]) -> list[str]:
     return lone
 
 
-def _covers(members: Mapping[str, frozenset[str]], asked: Mapping[str, frozenset[str]]) -> bool:
-    return all(name in members and parameters <= members[name] for name, parameters in asked.items())
+def _covers(members: Mapping[str, frozenset[str] | None], asked: Mapping[str, frozenset[str] | None]) -> bool:
+    return all(
+        name in members and ((found := members[name]) is None or (parameters or frozenset()) <= found)
+        for name, parameters in asked.items()
+    )
 
 
 def _all_bases(one: _Class, by_name: Mapping[str, _Class]) -> set[str]:
@@ -131,7 +137,7 @@ def _all_bases(one: _Class, by_name: Mapping[str, _Class]) -> set[str]:
     return {*one.bases, *(name for base in known for name in _all_bases(base, by_name))}
 
 
-def _all_members(one: _Class, by_name: Mapping[str, _Class]) -> dict[str, frozenset[str]]:
+def _all_members(one: _Class, by_name: Mapping[str, _Class]) -> dict[str, frozenset[str] | None]:
     members = dict(one.members)
     for base in one.bases:
         if base in by_name:

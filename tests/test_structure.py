@@ -25,8 +25,8 @@ LONG = {"tracing/jax_frontend.py"}
 MOST_FILES = 22
 #: Figures of `python -m tests.structure` that may fall and not rise: a change that lowers one lowers its limit here.
 MOST_CLASSES_PER_1000_LINES = 11.1
-MOST_LONE_PROTOCOLS = 1
-MOST_DELEGATIONS = 53
+MOST_LONE_PROTOCOLS = 0
+MOST_DELEGATIONS = 42
 MOST_LINES_OF_TESTS = 82_500
 
 

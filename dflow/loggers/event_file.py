@@ -42,6 +42,8 @@ class EventFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self._path = folder / name
         self._records = RecordWriter(str(self._path))
+        #: Wait until the disk has what is written; and end.
+        self.sync, self.close = self._records.flush, self._records.close
         try:
             self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
             if not self._has_earlier:
@@ -105,13 +107,6 @@ class EventFile:
         data.session_end_info.status = Status.Value("STATUS_FAILURE" if failed else "STATUS_SUCCESS")
         data.session_end_info.end_time_secs = time.time()
         self._session("_hparams_/session_end_info", data)
-
-    def sync(self) -> None:
-        """Wait until the disk has what is written."""
-        self._records.flush()
-
-    def close(self) -> None:
-        self._records.close()
 
     def _start(self, first: int) -> None:
         event = self._event(wall_time=time.time(), step=first)

@@ -57,7 +57,8 @@ class Async(Strategy):
     max_staleness  largest number of updates by other steps, also by those of this worker, between a step's reads and
                    its own update; the same for all workers of a run. A step waits until it can stay within the bound:
                    with 0, one step runs at a time. None sets no bound, and costs nothing
-    job            the job of the task that counts the steps, with `max_staleness`
+    job            the job whose tasks hold the variables made in `variables()`; one of them counts the steps, with
+                   `max_staleness`
     raises         StrategyError for a negative number, and for a `prefetch` above `max_staleness`; `run` raises
                    DeadlineExceeded, naming the workers whose steps a step waits for
     """

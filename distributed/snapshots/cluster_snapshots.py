@@ -106,7 +106,7 @@ class ClusterSnapshots(CoordinatorPart):
         self.phase, self.since_s = SnapshotPhase.IDLE, 0.0
         self._attempt = SnapshotAttempt()
         #: Tasks that have announced their leave, and their requests; None for one that is answered.
-        self._leaving: dict[str, int | None] = {}
+        self.leaving: dict[str, int | None] = {}
         #: Whether a step may have begun since the capture for a leave: a task has joined again, and was not held back.
         self.is_broken = False
         #: Requests that wait for a snapshot with a change of state, each with the change's number and the wait's end.
@@ -143,7 +143,7 @@ class ClusterSnapshots(CoordinatorPart):
         waited_s, attempt = at_s - self.since_s, self._attempt
         match self.phase:
             # A task that leaves waits as long as it can: it ends the attempt itself, as it leaves.
-            case SnapshotPhase.PAUSING if waited_s > PAUSE_S and not self._leaving:
+            case SnapshotPhase.PAUSING if waited_s > PAUSE_S and not self.leaving:
                 return overdue(self._pauses.waits_for, BUSY, PAUSE_S, doing)
             case SnapshotPhase.CAPTURING if waited_s > CAPTURE_S:
                 return overdue(attempt.uncaptured, "did not capture its state within", CAPTURE_S)
@@ -194,7 +194,7 @@ class ClusterSnapshots(CoordinatorPart):
         """Abandon a snapshot that tasks which have left have a part of."""
         if self.phase is not SnapshotPhase.HOLDING:
             for one in left:
-                self._leaving.pop(one.task, None)
+                self.leaving.pop(one.task, None)
         return [command for one in left for command in self._left_or_replaced(one.task, at_s)]
 
     def _left_or_replaced(self, task: str, at_s: float, *, may_have_begun_a_step: bool = False) -> list[Command]:
@@ -226,25 +226,20 @@ class ClusterSnapshots(CoordinatorPart):
         """Make a snapshot with the state of a task that is going to leave, and answer its request then."""
         ask = received.ask
         if self.phase is SnapshotPhase.HOLDING:
-            self._leaving[task] = None
+            self.leaving[task] = None
             return [SendReply(ask, Ok())]  # nothing has changed since the snapshot
         if not self.schedule.every_s:
             return [SendReply(ask, Failure("TaskLost", NO_SNAPSHOTS))]
         # Steps run again while a snapshot is written, unless it is for a leave: it is too old for this task.
-        is_too_old = self.phase is SnapshotPhase.WRITING and not self._leaving
+        is_too_old = self.phase is SnapshotPhase.WRITING and not self.leaving
         commands = self.abandon(received.at_s) if is_too_old else []
-        self._leaving[task] = ask
+        self.leaving[task] = ask
         self.schedule.allow()
         return commands
 
-    @property
-    def leaving(self) -> Collection[str]:
-        """The tasks that have announced their leave."""
-        return self._leaving.keys()
-
     def _answer_leaving(self, answer: Ok | Failure) -> list[Command]:
-        commands: list[Command] = [SendReply(ask, answer) for ask in self._leaving.values() if ask is not None]
-        self._leaving = dict.fromkeys(self._leaving)
+        commands: list[Command] = [SendReply(ask, answer) for ask in self.leaving.values() if ask is not None]
+        self.leaving = dict.fromkeys(self.leaving)
         return commands
 
     # Decisions.
@@ -257,7 +252,7 @@ class ClusterSnapshots(CoordinatorPart):
         if not self._core.is_durable and self.phase not in (SnapshotPhase.IDLE, SnapshotPhase.HOLDING):
             return self.abandon(at_s, "the coordinator's state cannot be written")
         commands: list[Command] = []
-        if self._leaving and self.schedule.is_allowed(at_s) and self._may_begin():
+        if self.leaving and self.schedule.is_allowed(at_s) and self._may_begin():
             self._begin(at_s)
         if self.phase is SnapshotPhase.PAUSING and self._pauses.reached == TO_CAPTURE:
             commands += self._capture(at_s)
@@ -287,7 +282,7 @@ class ClusterSnapshots(CoordinatorPart):
             why = self.schedule.lacking(missing, at_s)
             return [*self.abandon(at_s), *([Log(f"no snapshot can be made: {why}")] if why else [])]
         self._enter(SnapshotPhase.WRITING, at_s)
-        return [] if self._leaving else self._pauses.withdraw(TO_CAPTURE)
+        return [] if self.leaving else self._pauses.withdraw(TO_CAPTURE)
 
     def _commit(self, at_s: float) -> list[Command]:
         commands: list[Command] = []
@@ -300,9 +295,9 @@ class ClusterSnapshots(CoordinatorPart):
         self._core.records.put(SNAPSHOT, snapshot)
         # Also to workers: they need not make it again.
         commands.append(Broadcast(self._members.live_peers(), SnapshotCommitted(snapshot.number)))
-        self._enter(SnapshotPhase.HOLDING if self._leaving else SnapshotPhase.IDLE, at_s)
-        if self._leaving:
-            names = ", ".join(map(short_task_name, sorted(self._leaving)))
+        self._enter(SnapshotPhase.HOLDING if self.leaving else SnapshotPhase.IDLE, at_s)
+        if self.leaving:
+            names = ", ".join(map(short_task_name, sorted(self.leaving)))
             commands.append(Log(f"{names} leaves: snapshot {snapshot.number} has all state; steps wait"))
             commands += self._answer_leaving(Ok())
         return commands
@@ -310,7 +305,7 @@ class ClusterSnapshots(CoordinatorPart):
     def release(self) -> list[Command]:
         """End the pause. Tasks whose announced leave is not answered wait for the next snapshot."""
         self.phase = SnapshotPhase.IDLE
-        self._leaving = {task: ask for task, ask in self._leaving.items() if ask is not None}
+        self.leaving = {task: ask for task, ask in self.leaving.items() if ask is not None}
         return self._pauses.withdraw(TO_CAPTURE)
 
     def abandon(self, at_s: float, why: str = "", least_s: float = 0.0) -> list[Command]:
@@ -324,7 +319,7 @@ class ClusterSnapshots(CoordinatorPart):
         if why:
             commands = [Log(f"a snapshot is abandoned, and no other begins for {retry_s:g} s: {why}"), *commands]
             commands += self._answer_leaving(Failure("TaskLost", f"no snapshot could be made: {why}"))
-            self._leaving = {}
+            self.leaving = {}
         self.phase = SnapshotPhase.IDLE
         return commands
 

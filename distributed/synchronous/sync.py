@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 from dflow.distributed.asynchronous.async_ import Async
@@ -33,7 +32,7 @@ class Sync(Strategy):
     cluster         the result of `dflow.connect()`
     backup_workers  number of gradients that a round does not wait for: the slowest ones, which are dropped
     requeue         whether a batch whose gradient was dropped is used again in the next round instead of lost
-    job             the job whose tasks may host the run
+    job             the job whose tasks hold the variables made in `variables()`, and one of which hosts the run
     raises          StrategyError if this many backup workers leave no worker to wait for
 
     A function of batches is given the number `round` * n + `index` of n workers, where `index` is the worker's. The
@@ -57,9 +56,6 @@ class Sync(Strategy):
         self._wanted, self._requeue, self._job = workers - backup_workers, requeue, job
         #: Numbers of this worker's gradients that are in updates, and that were too late.
         self.accepted = self.dropped = 0
-
-    def variables(self) -> AbstractContextManager[None]:
-        return self.cluster.parameter_servers(self._job)
 
     @property
     def batches_per_step(self) -> int:

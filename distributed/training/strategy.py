@@ -64,6 +64,8 @@ class Strategy:
     run_prefix: ClassVar[str] = "run"
     #: Whether the loops of all workers end after the same step.
     ends_together: ClassVar[bool] = False
+    #: The job whose tasks hold the variables.
+    _job = "ps"
 
     def __init__(self, cluster: Cluster) -> None:
         #: The cluster whose workers train.
@@ -78,7 +80,7 @@ class Strategy:
 
         So that another strategy is another line: on the parameter tasks, for a strategy that does not say otherwise.
         """
-        return self.cluster.parameter_servers()
+        return self.cluster.parameter_servers(self._job)
 
     @property
     def batches_per_step(self) -> int:

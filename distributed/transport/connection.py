@@ -60,6 +60,8 @@ class Connection:
         self._reactor = reactor
         self._recover = recover
         self._queue = SendQueue(stream, limits, self._pack)
+        #: Send queued frames; leave to a drain thread what would block.
+        self.flush = self._queue.flush
         self._lock = threading.Lock()
         #: Notified when frames are acknowledged, and when the connection breaks, is resumed or closed.
         self._changed = threading.Condition(self._lock)
@@ -98,10 +100,6 @@ class Connection:
         """Queue a frame without payload; see `FrameLink.send_with_next`."""
         self._wait_for_room()
         self._queue.send_with_next(frame)
-
-    def flush(self) -> None:
-        """Send queued frames; leave to a drain thread what would block."""
-        self._queue.flush()
 
     def close(self) -> None:
         """End the connection; see `FrameLink.close`."""

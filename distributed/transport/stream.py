@@ -51,6 +51,8 @@ class Stream:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        #: Close the file descriptor; called by the thread that reads.
+        self.close = sock.close
 
     @property
     def file(self) -> int:
@@ -89,10 +91,6 @@ class Stream:
         """End both directions and wake the threads that wait on them; a second call does nothing."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the file descriptor; called by the thread that reads."""
-        self._sock.close()
 
 
 def without(parts: Iterable[memoryview], sent_bytes: int) -> Parts:

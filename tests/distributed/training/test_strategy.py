@@ -47,6 +47,16 @@ def test_a_strategy_is_one_class_with_the_arguments_of_all() -> None:
     assert list(strategy.run(lambda a: a, [[1]], steps=1, name="mine")) == [([1], 0)]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_the_variables_of_a_strategy_are_on_the_tasks_of_its_job(strategy: type[Strategy]) -> None:
+    with memory_cluster() as memory, closing(memory.worker()) as cluster:
+        made = []
+        for job in ("ps", "worker"):
+            with strategy(cluster, job=job).variables():  # type: ignore[call-arg]
+                made.append(dflow.Variable(jnp.zeros(()), name=job))
+        assert [variable.device for variable in made] == ["/job:ps/task:0", "/job:worker/task:0"]
+
+
 def test_runs_without_a_name_are_numbered_for_each_strategy() -> None:
     class Again(Counting):
         run_prefix = "again"
