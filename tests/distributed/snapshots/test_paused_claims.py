@@ -97,4 +97,4 @@ def test_steps_that_were_left_over_are_known_after_a_restart() -> None:
     for command in [command for event in (*BEGINNING, claimed, left) for command in again.handle(event)]:
         apply_changes(rows, getattr(command, "changes", ()))
     restarted = make_coordinator_state({"worker": 2}, rows=rows)
-    assert not restarted.part(StepClaims).is_clear("")
+    assert not restarted.core.part(StepClaims).is_clear("")
