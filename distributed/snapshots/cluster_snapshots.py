@@ -49,8 +49,9 @@ TO_CAPTURE, TO_RETURN = "a snapshot", "the return to a snapshot"
 
 
 class SnapshotPhase(Enum):
-    """Where the making of a snapshot stands.
+    """Phase of the snapshot that is being made.
 
+    IDLE       none is being made
     PAUSING    it waits for a pause of the steps
     CAPTURING  all tasks capture their state, in the pause
     WRITING    they write it, and steps run again, unless a task leaves
@@ -62,9 +63,11 @@ class SnapshotPhase(Enum):
 
 @dataclass
 class SnapshotAttempt:
-    """The newest attempt: the snapshot that it makes, and the number of the newest change of state in it.
+    """The newest attempt at a snapshot, with the reports of its tasks.
 
-    A task may write its part before another has captured its own.
+    changes  number of the newest change of state (`SaveChanges`) that is in it
+    names    names of the state that tasks have captured
+    reports  reports of the tasks that have written their parts; a task may do so before another has captured its own
     """
 
     snapshot: Snapshot = BEGINNING
@@ -76,13 +79,13 @@ class SnapshotAttempt:
         self.uncaptured, self.unwritten = {*self.snapshot.tasks}, {*self.snapshot.tasks}
 
     def captured(self, report: StateCaptured) -> None:
-        """Note what a task has captured."""
+        """Record that a task has captured its state, and the names of that state."""
         self.uncaptured.discard(report.task)
         self.names.update(report.keys)
 
 
 class ClusterSnapshots(CoordinatorPart):
-    """The snapshots of one cluster; the newest committed one is the last."""
+    """Makes the snapshots of one cluster, and records the newest committed one."""
 
     requests: ClassVar[Requests[ClusterSnapshots]] = HandlerTable()
     notices: ClassVar[Notices[ClusterSnapshots]] = HandlerTable()
@@ -114,15 +117,15 @@ class ClusterSnapshots(CoordinatorPart):
 
     @classmethod
     def inherited(cls, rows: Mapping[str, bytes], parts: Sequence[type[CoordinatorPart]]) -> Mapping[str, bytes]:
-        """Return the records of a cluster that goes on from the newest snapshot."""
+        """Return the records of a cluster that resumes the newest snapshot in `rows`, or begins without state."""
         return resumed(rows, newest_snapshot(rows), parts)
 
     def status(self, core: CoordinatorCore) -> Mapping[str, SnapshotSize | None]:
-        """Return the size of the newest snapshot."""
+        """Return the size of the newest snapshot; None until this process of the coordinator has committed one."""
         return {"snapshot": self._size}
 
     def count(self, **changes: int | bool) -> None:
-        """Change the record of returns and snapshots."""
+        """Set these fields of `counted`, also in the records."""
         self.counted = msgspec.structs.replace(self.counted, **changes)
         self._core.records.put(EPOCH, self.counted)
 
@@ -130,7 +133,7 @@ class ClusterSnapshots(CoordinatorPart):
         self.phase, self.since_s = phase, at_s
 
     def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Begin a snapshot if it is time; end one that takes too long."""
+        """Ask for a pause if the next snapshot is due; abandon one that takes too long."""
         if late := self._late(at_s):
             return self.abandon(at_s, late, least_s=AFTER_PAUSE_S if self.phase is SnapshotPhase.PAUSING else 0.0)
         if self._may_begin() and self.schedule.is_due(at_s, self._directory.names()):
@@ -138,7 +141,7 @@ class ClusterSnapshots(CoordinatorPart):
         return []
 
     def _late(self, at_s: float) -> str:
-        """Why the snapshot that is being made takes too long; empty if it does not."""
+        """Return why the snapshot that is being made takes too long; empty if it does not."""
         doing = partial(self._watch.doing, members=self._members)
         waited_s, attempt = at_s - self.since_s, self._attempt
         match self.phase:
@@ -184,14 +187,20 @@ class ClusterSnapshots(CoordinatorPart):
         return []
 
     def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Abandon a snapshot that has a part of the task's earlier process, or a step that the task may have begun."""
+        """Abandon a snapshot that has a part of the task's earlier process, or a step that the task may have begun.
+
+        A process that joins again (`is_known`) also sets `is_broken`: it was not held back meanwhile.
+        """
         self.is_broken = self.is_broken or is_known
         return self._left_or_replaced(
             task, at_s, may_have_begun_a_step=is_known and self.phase is SnapshotPhase.CAPTURING
         )
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Abandon a snapshot that tasks which have left have a part of."""
+        """Abandon the snapshot that is being made if a task that has left has a part of it.
+
+        Also forget that these tasks announced their leave, unless the pause goes on for them (HOLDING).
+        """
         if self.phase is not SnapshotPhase.HOLDING:
             for one in left:
                 self.leaving.pop(one.task, None)
@@ -207,7 +216,10 @@ class ClusterSnapshots(CoordinatorPart):
 
     @requests.handles(SaveChanges)
     def _save_changes(self, request: SaveChanges, received: Received) -> Sequence[Command]:
-        """Answer when a snapshot has a change that no step makes again, or when the time of the request is over."""
+        """Answer when a snapshot has the task's change, or after `wait_s`; immediately if no snapshots are made.
+
+        The next snapshot becomes due now.
+        """
         self.schedule.changes += 1
         self._unsaved[received.ask] = self.schedule.changes, received.at_s + request.wait_s
         return []
@@ -218,12 +230,16 @@ class ClusterSnapshots(CoordinatorPart):
         return [SendReply(ask, Saved(self._unsaved.pop(ask)[0] <= saved)) for ask in asks]
 
     def refuse_changes(self, why: str) -> list[Command]:
-        """Answer the tasks whose changes no snapshot has yet: they are lost."""
+        """Refuse with TaskLost all requests whose change no snapshot has yet; `why` is the text."""
         asks, self._unsaved = self._unsaved, {}
         return [SendReply(ask, Failure("TaskLost", f"the change of state is lost: {why}")) for ask in asks]
 
     def announce_leave(self, task: str, received: Received) -> list[Command]:
-        """Make a snapshot with the state of a task that is going to leave, and answer its request then."""
+        """Answer the request of a task that is going to leave when a snapshot with its state is committed.
+
+        The answer is immediate in a pause for such a snapshot, and TaskLost if no snapshots are made. A snapshot that
+        is being written while steps run is too old for the task: it is abandoned.
+        """
         ask = received.ask
         if self.phase is SnapshotPhase.HOLDING:
             self.leaving[task] = None
@@ -245,7 +261,7 @@ class ClusterSnapshots(CoordinatorPart):
     # Decisions.
 
     def after_event(self, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Go on with the snapshot that is being made, as far as it goes."""
+        """Go on with the present snapshot, or begin one for a leave; answer requests whose change is saved."""
         return [*self._go_on(at_s), *self._answer_saved(at_s)]
 
     def _go_on(self, at_s: float) -> list[Command]:
@@ -303,15 +319,18 @@ class ClusterSnapshots(CoordinatorPart):
         return commands
 
     def release(self) -> list[Command]:
-        """End the pause. Tasks whose announced leave is not answered wait for the next snapshot."""
+        """End the snapshot and its pause, after a return or a leave.
+
+        Tasks whose announced leave was answered are forgotten; the others wait for the next snapshot.
+        """
         self.phase = SnapshotPhase.IDLE
         self.leaving = {task: ask for task, ask in self.leaving.items() if ask is not None}
         return self._pauses.withdraw(TO_CAPTURE)
 
     def abandon(self, at_s: float, why: str = "", least_s: float = 0.0) -> list[Command]:
-        """End the snapshot that is being made; the last committed one stays.
+        """End the snapshot that is being made, and its pause; the last committed one stays. The next one is delayed.
 
-        why      empty if nothing is wrong
+        why      logged, and refuses the announced leaves with TaskLost; if empty, they wait for the next snapshot
         least_s  least time to the next attempt, in s
         """
         commands: list[Command] = self._pauses.withdraw(TO_CAPTURE)
@@ -325,9 +344,10 @@ class ClusterSnapshots(CoordinatorPart):
 
 
 def overdue(tasks: Collection[str], what: str, limit_s: float, doing: Callable[[str], str] = lambda task: "") -> str:
-    """Say what the tasks did not do within the limit; a worker, if none is known.
+    """Return the text that these tasks `what` for `limit_s`, with the work of each. Without tasks it says "a worker".
 
-    doing  returns what a task works on, or an empty text
+    what   verb and its object, such as "did not write its part within"
+    doing  returns the work of a task, or an empty text
     """
     works = "; ".join(f"{short_task_name(task)}: {text}" for task in sorted(tasks) if (text := doing(task)))
     names = ", ".join(map(short_task_name, sorted(tasks))) or "a worker"

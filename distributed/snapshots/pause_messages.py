@@ -23,7 +23,7 @@ class PauseSteps(Request[StepsPaused], frozen=True):
 
 
 class StepsResumed(Message, frozen=True):
-    """Whether the steps were paused until now."""
+    """Whether the pause was reached and kept until now: no task joined in it."""
 
     were_paused: bool
 
@@ -38,7 +38,7 @@ class ResumeSteps(Request[StepsResumed], frozen=True):
 
 
 class HoldSteps(Notice, frozen=True):
-    """To a task: begin no shared step until the pause `number` ends, and report by `StepsHeld`; 0: no pause is on.
+    """To a task: begin no shared step in the pause `number`, and report by `StepsHeld` when none runs; 0: begin them.
 
     In a pause for a return to a snapshot, the task also ends its parts of steps that wait for a queue.
     """

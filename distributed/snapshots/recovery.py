@@ -61,9 +61,9 @@ UNWRITTEN = "could not write its state, with the number of the return, for"
 
 
 class ReturnPhase(Enum):
-    """Where the return to a snapshot stands.
+    """Phase of the return to a snapshot.
 
-    NONE      no state is lost, or it is not yet known to be
+    NONE      there is no return: no state is lost, or its loss is not known yet
     HOPELESS  lost state cannot be restored
     WAITING   the return waits for a pause of the steps, and for the next processes of tasks
     READING   all tasks read and check their parts
@@ -74,7 +74,7 @@ class ReturnPhase(Enum):
 
 
 class Recovery(CoordinatorPart):
-    """The returns of one cluster to its newest snapshot."""
+    """Returns all tasks of one cluster to its newest snapshot when one has lost its state."""
 
     requests: ClassVar[Requests[Recovery]] = HandlerTable()
     notices: ClassVar[Notices[Recovery]] = HandlerTable()
@@ -112,13 +112,13 @@ class Recovery(CoordinatorPart):
 
     @property
     def _is_held(self) -> bool:
-        """Whether the steps stay paused for a task that leaves."""
+        """Whether the steps are paused for a task that leaves, and the snapshot for it is complete."""
         return self._snapshots.phase is SnapshotPhase.HOLDING
 
     # Events.
 
     def on_start(self, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Log the snapshot that the cluster goes on from, if there is one."""
+        """Log the snapshot that the cluster resumes, if any, and find tasks in it that are not expected here."""
         committed = self._snapshots.committed
         if not self._snapshots.counted.is_resuming:
             return []
@@ -128,7 +128,10 @@ class Recovery(CoordinatorPart):
         return [Log(f"resuming {committed.described(at_s)} load it when all have joined")]
 
     def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """End a return that takes too long, or the pause for a task that leaves."""
+        """Abandon a return whose tasks take longer than LOAD_S to read or set their parts.
+
+        End the pause for a task that announced to leave and did not come back within RETURN_S.
+        """
         if self._is_loading:
             late = self._left and at_s - self._since_s > LOAD_S
             return self._give_up(overdue(self._left, "did not return to the snapshot within", LOAD_S)) if late else []
@@ -152,7 +155,10 @@ class Recovery(CoordinatorPart):
         return [Log(why), *self._release(ReturnPhase.HOPELESS)]
 
     def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Have a task that joins during a return load the snapshot too."""
+        """Have a task of the present return load its part again. A new process while tasks set begins the return again.
+
+        Any join lets a return that was hopeless be tried again.
+        """
         if self.phase is ReturnPhase.HOPELESS:
             self.phase = ReturnPhase.NONE
         if not self._repeat(task):
@@ -164,13 +170,13 @@ class Recovery(CoordinatorPart):
         return self._load([task])
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Wait for the next processes of tasks that have left."""
+        """If a task that has left is in the present return, wait for its next process."""
         for one in left:
             self._repeat(one.task)
         return []
 
     def _repeat(self, task: str) -> bool:
-        """Have a task, or its next process, read or set its part again; return whether it is in a return."""
+        """Expect a task of the present return to load its part again; return whether it is one."""
         is_in = self._is_loading and task in self._tasks
         if is_in:
             self._left.add(task)
@@ -178,7 +184,7 @@ class Recovery(CoordinatorPart):
 
     @requests.handles(AwaitRecovery)
     def _await(self, request: AwaitRecovery, received: Received) -> Sequence[Command]:
-        """Answer when no state is lost."""
+        """Answer when no state is lost, or why it is not restored; to a task that joins now, if no return is due."""
         is_restored = self.is_returning or (self._directory.lost() and not self._why_not())
         if request.is_joining and not is_restored and not self._snapshots.counted.is_resuming:
             return [SendReply(received.ask, self._recovered())]
@@ -187,7 +193,10 @@ class Recovery(CoordinatorPart):
 
     @requests.handles(AnnounceLeave)
     def _announce_leave(self, request: AnnounceLeave, received: Received) -> Sequence[Command]:
-        """Answer when a snapshot has all state of a task that is going to leave."""
+        """Answer when a snapshot has all state of a task that is going to leave.
+
+        The answer is immediate if the task holds no state or tasks return, and TaskLost if lost state is not restored.
+        """
         if not self._is_held:
             if request.task not in self._directory.holders() or self.is_returning:
                 return [SendReply(received.ask, Ok())]  # the return undoes what has changed
@@ -198,7 +207,7 @@ class Recovery(CoordinatorPart):
     # Decisions.
 
     def after_event(self, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Begin a return when state is lost, go on with it as far as it goes, and answer those who wait for it."""
+        """Begin a return when state is lost, or go on with it; answer requests for recovery; go on with the pauses."""
         commands = [*self._go_on(at_s), *self._answered(at_s)]
         # This part and `ClusterSnapshots` have asked for pauses and ended some in this event.
         return [*commands, *self._pauses.after_event(at_s, core)]
@@ -225,7 +234,10 @@ class Recovery(CoordinatorPart):
         return [*commands, *self._returned()] if self.phase is ReturnPhase.SETTING and not self._left else commands
 
     def _lost(self, lost: Sequence[str], at_s: float) -> list[Command]:
-        """Have all tasks return, as these names are lost, or log why they cannot be restored."""
+        """Ask for the pause of a return, as these names are lost, and abandon a snapshot that is being made.
+
+        If they cannot be restored, set HOPELESS, log why, and refuse requests to save changes.
+        """
         if why := self._why_not():
             self.phase, self.why = ReturnPhase.HOPELESS, why
             if why == NO_SNAPSHOTS:
@@ -240,7 +252,7 @@ class Recovery(CoordinatorPart):
         return commands
 
     def _all_are_to(self, what: ReturnPhase, at_s: float) -> list[Command]:
-        """Have all tasks that return read their parts, or set what they have read."""
+        """Enter the phase `what`: have all tasks that return read their parts, or set what they have read."""
         self.phase, self._left, self._since_s = what, {*self._tasks}, at_s
         return self._load(self._tasks)
 
@@ -286,12 +298,12 @@ class Recovery(CoordinatorPart):
         ]
 
     def _release(self, phase: ReturnPhase) -> list[Command]:
-        """End the return, and the pauses for it and for snapshots."""
+        """End the return with this phase, and the pauses for it and for a snapshot."""
         self.phase = phase
         return [*self._pauses.withdraw(TO_RETURN), *self._snapshots.release()]
 
     def _why_not(self) -> str:
-        """Why lost state cannot be restored; empty if it can."""
+        """Return why lost state cannot be restored; empty if it can."""
         if not self._core.settings.snapshot_every_s:
             return NO_SNAPSHOTS
         if self._unexpected:
@@ -302,7 +314,7 @@ class Recovery(CoordinatorPart):
     # Requests that wait for recovery.
 
     def _answered(self, at_s: float) -> list[Command]:
-        """Answer the requests that wait, if their answer is known."""
+        """Answer the requests for recovery if the answer is known; else record, and perhaps log, why they wait."""
         is_held = self._is_held
         if not (self._asks or self._blocked_by or is_held or self.is_returning):
             return []
@@ -325,7 +337,11 @@ class Recovery(CoordinatorPart):
         return [] if is_held or self.is_returning or self._directory.lost() else self._settle(self._recovered())
 
     def _blocked(self, at_s: float, since_s: float, what: str, tasks: Collection[str]) -> list[Command]:
-        """Note at `at_s` that the return waits for tasks, at first since `since_s`; end the requests that wait long."""
+        """Record that the return waits for tasks: log it after NOTICE_S, refuse requests for recovery after RETURN_S.
+
+        since_s  beginning of the wait, if it is a new one
+        what     verb and its object, as in `overdue`; a wait for tasks that are AWAY is not logged
+        """
         if what != self._blocked_by:
             self._blocked_by, self._blocked_s, self._is_noted = what, since_s, False
         commands: list[Command] = []

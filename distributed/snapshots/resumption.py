@@ -50,7 +50,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     steps_done: int | None = None
 
     def described(self, at_s: float) -> str:
-        """Describe it for a cluster that goes on from it; its age is that at the earlier cluster's last record."""
+        """Return its number, age, steps and tasks as a text, for the log of a cluster that resumes it.
+
+        at_s  time of the earlier cluster's last record
+        """
         where = ", ".join(map(short_task_name, self.tasks))
         made = f"made {at_s - self.at_s:.0f} s before the last record of that cluster, with {self.steps_done or 0}"
         return f"snapshot {self.number}, {made} steps done; {where}"
@@ -61,9 +64,11 @@ BEGINNING = Snapshot(0, (), (), 0.0, (), "")
 
 
 class Epoch(msgspec.Struct, frozen=True):
-    """Number of returns to a snapshot, and the number of the newest snapshot, committed or not.
+    """Counts of returns and snapshots.
 
-    undone       number of the returns after which steps were undone
+    epoch        number of returns to a snapshot
+    number       number of the newest snapshot, committed or not
+    undone       number of the returns that have undone steps
     resumed      number of the snapshot of an earlier cluster that this one resumes; 0 for none
     is_resuming  whether the tasks have yet to load it
     """
@@ -83,7 +88,7 @@ def newest_snapshot(rows: Mapping[str, bytes]) -> Snapshot | None:
 def resumed(
     rows: Mapping[str, bytes], snapshot: Snapshot | None, parts: Sequence[type[CoordinatorPart]]
 ) -> dict[str, bytes]:
-    """Return the records of a cluster that resumes the snapshot, or that begins without state if it is None.
+    """Return the records of a new cluster that resumes the snapshot, or that begins without state if it is None.
 
     rows   records of the earlier cluster
     parts  the parts of its coordinator

@@ -19,7 +19,7 @@ class CaptureState(Notice, frozen=True):
 
 
 class StateCaptured(Notice, frozen=True):
-    """The task has captured its part of the snapshot `number`, the variables `keys`."""
+    """The task has captured its part of the snapshot `number`: the variables, queues and accumulators `keys`."""
 
     speaker = "task"
 
@@ -31,7 +31,7 @@ class StateCaptured(Notice, frozen=True):
 class StateWritten(Notice, frozen=True):
     """The task's part of the snapshot `number` is on its disk; or could not be captured or written, for `failure`.
 
-    Of variables of `full_bytes` bytes it wrote `written_bytes`, and the rest is in files of an earlier part.
+    Of arrays of `full_bytes` bytes it wrote `written_bytes`; the rest is in files of an earlier part.
     """
 
     speaker = "task"
@@ -46,7 +46,7 @@ class StateWritten(Notice, frozen=True):
 class SnapshotCommitted(Notice, frozen=True):
     """To a task: the snapshot `number` is complete, so earlier and abandoned ones can be removed.
 
-    Sent to all tasks: it has all state that was made before the notice of the snapshot before it.
+    Sent to all tasks: the snapshot has all state that was made before the notice of the snapshot before it.
     """
 
     number: int
@@ -84,7 +84,7 @@ class StateLoaded(Notice, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """The state can be lost no more if it `is_saved`, or if no snapshots are made."""
+    """Whether a snapshot has the change of `SaveChanges`; also true if no snapshots are made."""
 
     is_saved: bool
 
@@ -104,7 +104,7 @@ class SaveChanges(Request[Saved], frozen=True):
 class AnnounceLeave(Request[Ok], frozen=True):
     """The task is going to leave; answered when a snapshot has its state, after which no step begins until it is back.
 
-    Refused if no such snapshot can be made.
+    Answered immediately if the task holds no state. Refused as TaskLost if no such snapshot can be made.
     """
 
     speaker = "task"
@@ -130,7 +130,7 @@ class Recovered(Message, frozen=True):
 
 
 class AwaitRecovery(Request[Recovered], frozen=True):
-    """Wait until no state is lost, after an error of a step; refused if lost state cannot be restored.
+    """Wait until no state is lost, after an error of a step; refused if it is not restored, or not in time.
 
     `is_joining`  the task has just joined: wait only while state is being restored
     """

@@ -17,9 +17,9 @@ LACKING_S = 30.0
 
 
 class SnapshotSchedule:
-    """The times of the snapshots of one cluster.
+    """Decides when the next snapshot of one cluster begins.
 
-    every_s  time between two; 0 for none
+    every_s  time between two snapshots, in s; 0 for none
     """
 
     def __init__(self, every_s: float) -> None:
@@ -39,30 +39,31 @@ class SnapshotSchedule:
         self._is_told = False
 
     def is_due(self, at_s: float, names: Collection[str]) -> bool:
-        """Whether it is time for a snapshot of the state of these names.
+        """Whether a snapshot of the state of these names begins now: `every_s` after the newest attempt.
 
-        New state is saved immediately: a task could not return to a snapshot without it.
+        New names and changed state are saved immediately, since a return would lose them. No snapshot is due in the
+        delay after an attempt that failed.
         """
         is_new = names != self._names or self.changes > self.saved_changes
         return self.is_allowed(at_s) and (is_new or at_s - self.began_s >= self.every_s)
 
     def is_allowed(self, at_s: float) -> bool:
-        """Whether enough time has passed since an attempt that failed."""
+        """Whether the delay after an attempt that failed is over."""
         return at_s >= self._not_before_s
 
     def allow(self) -> None:
-        """Let the next attempt begin, however the last ones ended."""
+        """End the delay after an attempt that failed."""
         self._not_before_s = -math.inf
 
     def failed(self, at_s: float, least_s: float) -> float:
-        """Note that an attempt failed; return the time to the next in s, at least `least_s`."""
+        """Record an attempt that failed; return the delay of the next one in s, at least `least_s`."""
         retry_s: float = max(least_s, min(self.every_s, RETRY_S * 2**self.failures))
         self.failures += 1
         self._not_before_s = at_s + retry_s
         return retry_s
 
     def lacking(self, names: Collection[str], at_s: float) -> str:
-        """Note the names that an attempt lacked; once, return a text of the names that were lacking for `LACKING_S`."""
+        """Record the names that an attempt lacked. Once, return a text of those lacking for `LACKING_S`; else empty."""
         self._lacking_s = {name: self._lacking_s.get(name, at_s) for name in names}
         found = [name for name, since_s in self._lacking_s.items() if at_s - since_s >= LACKING_S and not self._is_told]
         if not found:
@@ -72,10 +73,10 @@ class SnapshotSchedule:
         return f"{', '.join(found[:MOST_NAMED])} {was} placed, and not created in {LACKING_S:g} s"
 
     def complete(self, names: Collection[str], changes: int) -> None:
-        """Note that a snapshot with these names, and with this number of changes, is complete."""
+        """Record that a snapshot with these names, and with this number of changes, is complete."""
         self._lacking_s, self._is_told = {}, False
         self._names, self.saved_changes, self.failures = names, changes, 0
 
     def returned(self, names: Collection[str]) -> None:
-        """Note that all tasks have the state of a snapshot again; `names` is what the cluster knows of."""
+        """Record the names that are left after a return to a snapshot, so that they do not count as new."""
         self._names = names

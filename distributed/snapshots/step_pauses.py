@@ -31,7 +31,7 @@ from dflow.distributed.wire.handler_table import HandlerTable
 
 
 class StepPauses(CoordinatorPart):
-    """The pauses of one cluster. Nothing is durable: after a restart of the coordinator none is on."""
+    """Pauses the shared steps of one cluster. Nothing is durable: a restart of the coordinator ends all pauses."""
 
     requests: ClassVar[Requests[StepPauses]] = HandlerTable()
     notices: ClassVar[Notices[StepPauses]] = HandlerTable()
@@ -62,20 +62,20 @@ class StepPauses(CoordinatorPart):
 
     @requests.handles(ResumeSteps)
     def resume(self, request: ResumeSteps, received: Received) -> Sequence[Command]:
-        """End the pause of a task; answer whether steps were paused until now."""
+        """End the task's pause, or withdraw its request. Answer whether this pause was reached and not broken."""
         is_of_this = (request.task, request.number) == (self.first, self._number)
         were_paused = self._is_reached and not self._is_broken and is_of_this
         return [*self.withdraw(request.task), SendReply(received.ask, StepsResumed(were_paused))]
 
     @notices.handles(StepsHeld)
     def held(self, report: StepsHeld, received: Received) -> Sequence[Command]:
-        """Handle a task's report that it runs no shared step."""
+        """Wait no more for a task that reports that it runs no shared step in the present pause."""
         if report.number == self._number:
             self._waits_for.discard(report.task)
         return []
 
     def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Have a task that joins, or joins again, hold its steps while a pause is on."""
+        """During a pause, have a task that joins or joins again hold its steps; a pause that was reached is broken."""
         if not self.is_on:
             return []
         self._is_broken = self._is_broken or self._is_reached
@@ -83,38 +83,40 @@ class StepPauses(CoordinatorPart):
         return [self._hold({task: peer})]
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
-        """End the pauses of tasks that have left."""
+        """Wait no more for tasks that have left; end their pauses, and withdraw their requests."""
         self._waits_for.difference_update(one.task for one in left)
         return [command for one in left for command in self.withdraw(one.task)]
 
     def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Begin the next pause, or answer the request for the present one, if it is time."""
+        """Go on with the first request; see `go_on`."""
         if not self._requests:
             return []
         return self.go_on(all(is_clear(self.first) for is_clear in self.is_clear))
 
     @property
     def reached(self) -> str:
-        """The task whose pause is reached; empty if none is."""
+        """The task, or name of the coordinator's own (`TO_CAPTURE`), whose pause is reached; empty if none is."""
         return self.first if self._is_reached else ""
 
     @property
     def waits_for(self) -> frozenset[str]:
-        """The tasks whose report the pause that is on waits for."""
+        """Tasks that have not yet reported `StepsHeld` for the present pause."""
         return frozenset(self._waits_for)
 
     @property
     def first(self) -> str:
-        """The task of the pause that is on or comes next; empty if there is none."""
+        """The task, or name of the coordinator's own, of the present or next pause; empty if there is none."""
         return next(iter(self._requests), "")
 
     def has_request(self, task: str) -> bool:
-        """Whether the task waits for a pause, or is in one."""
+        """Whether the task, or name of the coordinator's own, waits for a pause or is in one."""
         return task in self._requests
 
     def ask(self, task: str, ask: int | None = None, *, is_urgent: bool = False) -> list[Command]:
-        """Handle a task's request for a pause, or the same one again. `go_on` must follow.
+        """Queue a request for a pause; answer the same one again if its pause is reached. `go_on` must follow.
 
+        task       the task, or a name of the coordinator's own
+        ask        the request to answer; None for one of the coordinator's own
         is_urgent  whether it comes before the other requests, and does not wait until what dead workers left is done
         """
         self._requests[task] = ask
@@ -126,7 +128,9 @@ class StepPauses(CoordinatorPart):
         return [SendReply(ask, StepsPaused(self._number))] if is_again and ask is not None else []
 
     def go_on(self, is_clear: bool) -> list[Command]:
-        """Begin the next pause, or answer the request for the present one, if it is time.
+        """Begin the next pause, or answer the request for the present one when all tasks have reported.
+
+        A pause that is not reached ends, to begin again later, if `is_clear` has become false.
 
         is_clear  whether no step of a dead worker, or one that failed, may be applied on some tasks only
         """
@@ -145,7 +149,10 @@ class StepPauses(CoordinatorPart):
         return commands
 
     def remind(self) -> list[Command]:
-        """Ask the tasks again to hold their steps, such as steps that wait for a queue since the pause began."""
+        """Send HoldSteps again if the pause is not reached.
+
+        A step may have begun to wait for a queue after the first message.
+        """
         return [self._hold(self._live())] if self.is_on and not self._is_reached else []
 
     def withdraw(self, task: str) -> list[Command]:

@@ -59,9 +59,9 @@ _MAKE_AGAIN = "make it in the script of each worker that uses it"
 
 
 def _usable(folder: Path, task: str) -> Path:
-    """Return the folder of a task's parts within `folder`.
+    """Return the task's own folder within `folder`: create it, and remove parts in it that were not written to the end.
 
-    Raises CheckpointError if no file can be written there, unless the folder has a part, which can be read.
+    Raises CheckpointError if no file can be written there; only logs a warning if it has a part, which can be read.
     """
     own = folder / task.replace(":", "-")
     try:
@@ -81,8 +81,11 @@ def _usable(folder: Path, task: str) -> Path:
 
 
 class _ReadPart(NamedTuple):
-    """A part that was read: values of variables that are here and that are not, and the records beside them.
+    """A part that was read.
 
+    known     values of the variables that this process holds
+    new       types and values of the others
+    applied   the record of applied steps
     contents  the arrays of `resources`, by name
     copies    the state of the task's parts, by `TaskPart.saved_as`
     """
@@ -99,7 +102,7 @@ class TaskSnapshots(TaskPart):
     """A task's parts of snapshots, in its folder of `TaskSettings.snapshots`; thread-safe.
 
     A task that was started without a folder reports that it cannot write.
-    raises  CheckpointError if no file can be written into the folder
+    raises  CheckpointError if no file can be written into the folder, unless it has a part
     """
 
     def __init__(self, task: TaskServer) -> None:
@@ -117,7 +120,7 @@ class TaskSnapshots(TaskPart):
         self._set_epoch = 0
 
     def follow(self, session: SessionDriver) -> None:
-        """Hold back steps in pauses, and handle the notices about snapshots on threads."""
+        """Register for notices of pauses, and for those of snapshots, which are handled on other threads."""
         self._tell = session.tell
         session.call_on(HoldSteps, self._hold_steps)
         session.on_gap.append(self._server.gate.open)  # the notice of a pause that is on comes again
@@ -125,7 +128,10 @@ class TaskSnapshots(TaskPart):
             session.call_on(kind, partial(self._server.soon, self.handle))
 
     def _hold_steps(self, notice: HoldSteps) -> None:
-        """Hold back the shared steps of this task in a pause, or let them begin if none is on."""
+        """Hold back the shared steps of this task in a pause, and report when none runs; let them begin if it is over.
+
+        In a pause for a return, also end the parts of steps that wait for a queue.
+        """
         if notice.number:
             self._server.gate.close(lambda: self._tell(StepsHeld(self._task, notice.number)))
             if notice.is_for_return:
@@ -134,7 +140,7 @@ class TaskSnapshots(TaskPart):
             self._server.gate.open()
 
     def handle(self, message: Notice) -> None:
-        """Do what the coordinator asks for, and report it. Runs on a thread that may wait."""
+        """Capture and write a part, load one, or remove old ones. Errors are reported, not raised. It may wait."""
         match message:
             case CaptureState(number):
                 self._report(partial(self._write, message), partial(StateWritten, self._task, number))
@@ -190,7 +196,7 @@ class TaskSnapshots(TaskPart):
         return self._folder / str(number)
 
     def _load(self, message: LoadState) -> None:
-        """Read a part, or set what was read, once for each return: the request may come again."""
+        """Read this task's part for a return, and set its state if `is_set`; a repeated request does nothing."""
         reach("restore", self._task)
         with self._state_lock:
             if message.epoch <= self._set_epoch:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class _Made(NamedTuple):
-    """State that `make` makes from a list of `item`s, made in the epoch `epoch` when `snapshots` were complete."""
+    """State that was made in `epoch`, when `snapshots` were complete; `make([item])` makes it again."""
 
     snapshots: int
     epoch: int
@@ -23,7 +23,7 @@ class _Made(NamedTuple):
 
 
 class UnsavedState:
-    """The state that one process has made, by name; thread-safe."""
+    """The state that one process has made and that may be in no snapshot yet, by name; thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._making = threading.Lock(), threading.Lock()
@@ -36,24 +36,25 @@ class UnsavedState:
         self._is_stale = False
 
     def note(self, name: str, epoch: int, item: Any, make: Callable[[Sequence[Any]], None]) -> None:
-        """Note that this process has made state.
+        """Record that this process has made the state `name`, so that `make_again` can.
 
-        epoch  `epoch` before it was placed
-        make   makes such state from several items, in the order of their notes, and notes them again
+        epoch  `epoch` before the state was placed
+        make   makes such state from several items, in the order of these calls, and calls `note` for each again
         """
         with self._lock:
             self._made[name] = _Made(self._snapshots, epoch, item, make)
             self._is_stale = self._is_stale or epoch != self.epoch
 
     def forget(self, name: str) -> None:
-        """Note that state was freed."""
+        """Remove state that was freed: it is not made again."""
         with self._lock:
             self._made.pop(name, None)
 
     def snapshot_complete(self) -> None:
-        """Note that a snapshot is complete.
+        """Count a complete snapshot, and drop the state that it has.
 
-        Its capture began after this process had this notice of the snapshot before. So it has what was made until then.
+        Its capture began after this process had the notice of the snapshot before it, so it has all state that was made
+        until that notice.
         """
         with self._lock:
             self._snapshots += 1
@@ -64,12 +65,12 @@ class UnsavedState:
             }
 
     def returned(self, epoch: int) -> None:
-        """Note that all tasks have returned to a snapshot."""
+        """Record a return to a snapshot, which may have freed the state recorded here: `make_again` then makes it."""
         with self._lock:
             self.epoch, self._is_stale = epoch, bool(self._made)
 
     def make_again(self) -> None:
-        """Make what a return has freed; does nothing within `make`."""
+        """Make the recorded state that a return may have freed; wait for a thread that does. No effect in `make`."""
         if not self._is_stale or self._maker == threading.get_ident():
             return
         with self._making:

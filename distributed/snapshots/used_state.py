@@ -30,17 +30,17 @@ class UsedState:
         self._placed: dict[str, Placed] = {}
 
     def note(self, name: str, placed: Placed) -> None:
-        """Record the coordinator's answer about `name`."""
+        """Record the task and process that hold `name`."""
         with self._lock:
             self._placed[name] = placed
 
     def forget(self, name: str) -> None:
-        """Forget a name, which is free again."""
+        """Remove a name that was freed."""
         with self._lock:
             self._placed.pop(name, None)
 
     def restored(self) -> None:
-        """Note that the present processes of the tasks hold what was placed on them."""
+        """After a return to a snapshot, record the present processes of the tasks as the holders of all names."""
         processes = {info.task: info.process for info in self._roster().tasks if info.left_at_s is None}
         with self._lock:
             self._placed = {
@@ -62,7 +62,7 @@ class UsedState:
 
     @contextmanager
     def explained(self, tasks: Collection[str]) -> Iterator[None]:
-        """Replace an error in the block by TaskLost when one of `tasks`, or state that it held, was lost."""
+        """Replace a DflowError in the block by TaskLost if one of `tasks`, or state that it held, was lost."""
         try:
             yield
         except DflowError as error:
@@ -70,7 +70,7 @@ class UsedState:
             raise
 
     def explain(self, error: DflowError, tasks: Collection[str]) -> None:
-        """Raise TaskLost from `error` when one of `tasks`, or state that it held, was lost."""
+        """Raise TaskLost from `error` if state on one of `tasks` was lost, or a connection closed; else return."""
         lost = self.loss(tasks)
         if lost is not None:
             raise lost from error
