@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -267,6 +268,25 @@ def test_calls_of_a_function_without_variables_do_not_wait_for_each_other() -> N
     single._state.results = []  # as during a call on another thread
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(looked_up, 5).result(60) == 5
+
+
+def test_a_thread_reads_the_variables_of_a_step_while_another_compiles_it() -> None:
+    v, seen = dflow.Variable(jnp.zeros(3), name="v"), list[Any]()
+    step = adder(v)
+    with ThreadPoolExecutor(1) as pool:
+
+        def compiled(event: str, *_: Any, **__: Any) -> None:
+            if event.endswith("backend_compile_duration") and not seen:
+                seen.append(None)  # no event of the read itself counts
+                with suppress(TimeoutError):
+                    seen[0] = pool.submit(lambda: v.read().tolist()).result(10)
+
+        jax.monitoring.register_event_duration_secs_listener(compiled)
+        try:
+            step(1.0)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(compiled)
+    assert (seen, v.read().tolist()) == ([[0, 0, 0]], [1, 1, 1])
 
 
 def test_a_step_is_one_call_again_once_a_namesake_was_warned_of() -> None:
