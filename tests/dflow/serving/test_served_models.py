@@ -388,3 +388,10 @@ def test_rows_that_depend_on_each_other_are_not_batched(tmp_path: Path) -> None:
         rows = np.array([[1, 2], [3, 6], [5, 1], [7, 3], [9, 8]], np.float32)
         outputs = infer(server.url, "center", json_request(x=rows))[1]["outputs"]
         np.testing.assert_allclose(np.reshape(outputs[0]["data"], (5, 2)), rows - rows.mean(0))
+
+
+def test_batches_of_at_most_one_row(model: Path) -> None:
+    with served(model, ServingSettings(max_batch=1)) as server:
+        assert answered(server.url) == ("1", 1.0)
+        status, answer, _ = infer(server.url, "scale", json_request(x=np.ones((2, 2), np.float32)))
+        assert (status, "expected at most 1 rows, got 2" in answer["error"]) == (400, True)
