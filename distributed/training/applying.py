@@ -41,7 +41,7 @@ class GivenOptimizer(ABC):
     @property
     @abstractmethod
     def settings(self) -> Sequence[str]:
-        """Its numbers and other settings, one text for each, which are the same in every process with the same ones."""
+        """Its numbers and other settings, one text for each; equal settings have equal texts in every process."""
 
     @abstractmethod
     def apply_mean(self, gradients: Any) -> None:
@@ -58,7 +58,7 @@ class Applier(Protocol):
     is_look: bool
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
-        """Receive the gradients of the optimizer's variables."""
+        """Receive the gradients of the optimizer's variables while the step is traced, instead of an update."""
         ...
 
 
@@ -71,13 +71,19 @@ def current_applier() -> Applier | None:
 
 
 def inlines_calls() -> bool:
-    """Whether calls of functions within a trace become part of it: then gradients of several can be used together."""
+    """Whether, by the current applier, `dflow.jit` functions called within a trace become part of that trace.
+
+    Then gradients of several functions can be used together.
+    """
     applier = _current.get()
     return applier is not None and applier.inlines
 
 
 def taker_of_gradients() -> tuple[str, bool]:
-    """Return what JAX's trace context says of the strategy, empty without one; and whether it only looks at a step."""
+    """Return the name of the current applier, and whether it only looks at the gradients; for the log of traces.
+
+    Without an applier, the name is `shared` in a shared step whose functions JAX traces again, and else empty.
+    """
     applier = _current.get()
     if applier is not None:
         return applier.name, applier.is_look
@@ -96,7 +102,7 @@ _applied: WeakSet[GivenOptimizer] = WeakSet()
 
 
 def applied_to(variables: Iterable[Any]) -> list[GivenOptimizer]:
-    """Return the optimizers that have been applied, by name, whose variables are all among these."""
+    """Return the optimizers of this process that have been applied and whose variables are all among these, by name."""
     known = {*map(id, variables)}
     found = [one for one in list(_applied) if all(id(variable) in known for variable in _variables_of(one))]
     return sorted(found, key=lambda one: one.name)
@@ -124,32 +130,39 @@ _shared: ContextVar[tuple[Callable[[Any], bool], str] | None] = ContextVar("dflo
 def shared_step(is_own: Callable[[Any], bool] = is_own, where: str = "cluster.parameter_servers()") -> Iterator[None]:
     """Return a context for a step of a run that several workers share: `refuse_own_variables` checks its updates.
 
-    is_own  whether its optimizers may not update a variable; variables made in the block `where` are none of these
+    is_own  says whether the step's optimizers may not update a variable
+    where   the block to make variables in that they may update, for errors
 
-    Outside, updates of a process's own variables are allowed. If one was traced there, functions are traced again
-    inside, so that the check also sees functions with a cached trace.
+    Outside of the context, updates of a process's own variables are allowed. If one was traced there, JAX traces
+    functions again in the context, so that the check also sees functions with a cached trace.
     """
     with within(_shared, (is_own, where)), set_xla_metadata(**{_KEY: _SHARED}) if _traced_outside else nullcontext():
         yield
 
 
 def refuse_own_variables(optimizer: GivenOptimizer) -> None:
-    """In a `shared_step`, raise VariableError if a variable of the optimizer lives in this process only."""
+    """Record that the optimizer is applied; in a `shared_step`, raise VariableError if it may not update a variable.
+
+    Outside of shared steps, record a trace that updates variables of this process: see `shared_step`.
+    """
     _applied.add(optimizer)
     leaves = _variables_of(optimizer) if _shared.get() or is_tracing() else []
     _refuse_own(optimizer, leaves, f" of {optimizer.name!r}", "make")
 
 
 def refuse_own_training(function: Any, name: str, trained: Iterable[Any]) -> None:
-    """In a `shared_step`, raise VariableError if a loaded function trains a variable that lives in this process only.
+    """Like `refuse_own_variables`, for a loaded function that trains variables.
 
-    Its optimizer is a part of its program, so that `refuse_own_variables` is not called.
+    Its optimizer is a part of its program, which does not call `refuse_own_variables`.
     """
     _refuse_own(function, trained, f", which the loaded function {name!r} trains,", "load")
 
 
 def _refuse_own(holder: Any, variables: Iterable[Any], use: str, remedy: str) -> None:
-    """In a `shared_step`, raise VariableError if one of the variables is of this process only; else note its holder."""
+    """In a `shared_step`, raise VariableError if its `is_own` is true of one of the variables.
+
+    Outside of shared steps, record the holder if one of them lives in this process only.
+    """
     shared = _shared.get()
     is_refused, where = shared or (is_own, "")
     variable = next(filter(is_refused, variables), None)

@@ -22,21 +22,22 @@ END = object()
 
 
 class BatchSupply:
-    """The batches of one loop. Raises StrategyError unless `batches` is an iterable or a function of a number.
+    """Gives a loop its batches, from an iterable or a function of the batch's number, which may return `END`.
 
-    A function may return `END`. `may_end`: whether the loop's owner sees to batches that end before the steps.
+    may_end  whether the caller handles batches that end early; if false, a standalone run raises StrategyError
+    raises   StrategyError for other `batches`, and for a table, whose iteration gives the names of its columns
     """
 
     def __init__(self, batches: Iterable[Any] | Callable[[int], Any], *, may_end: bool = False) -> None:
         self.may_end = may_end
         self._of: Callable[[int], Any] | None = None
         self._rest: Iterator[Any] = iter(())
-        #: Number of the step whose batch was taken last, -1 before the first; not early.
+        #: Number of the batch that `take` returned last, -1 before the first.
         self.taken = -1
-        #: Number of batches taken and not put back, and whether there are no more.
+        #: Number of batches that `take` returned and that were not put back, and whether it returned `END` last.
         self.count, self.has_ended = 0, False
-        #: The batches of an iterable that were given back or taken early, or that of a function with its number; with
-        #: the error of taking one early, which is raised when its step takes it.
+        #: Batches that `take` returns before others: those of an iterable that were put back or taken early, or the one
+        #: that a function returned early, with its number. Each has the error of taking it early, which `take` raises.
         self._early: deque[tuple[int | None, Any, Exception | None]] = deque()
         remedy = "give dflow.data.batches(data, size, epochs=None), which takes its rows"
         refuse_table("run: batches", batches, remedy, StrategyError)
@@ -56,7 +57,10 @@ class BatchSupply:
         return self._of is not None
 
     def take(self, number: int) -> Any:
-        """Return the batch of step `number`, or the iterable's next one; `END` after its last."""
+        """Return the function's batch of this number, or the iterable's next batch; `END` after the last one.
+
+        Raises the error of taking this batch early.
+        """
         self.taken = number
         _, batch, error = self._early.popleft() if self._has(number) else (number, self._next(number), None)
         if error is not None:
@@ -66,7 +70,7 @@ class BatchSupply:
         return batch
 
     def take_early(self, number: int) -> Any:
-        """Return the batch that `take(number)` will return, with copies of its NumPy arrays.
+        """Return the batch that `take(number)` will return, with read-only copies of its NumPy arrays.
 
         `END` after the last batch, and in place of one whose error `take` will raise.
         """
@@ -82,7 +86,7 @@ class BatchSupply:
         return self._early[0][1]
 
     def put_back(self, batch: Any) -> None:
-        """Give back a batch whose step failed: the next step of an iterable takes it."""
+        """Give back a batch that no step has used. An iterable's is taken again next; a function is called again."""
         self.count -= 1
         if self._of is None:
             self._early.appendleft((None, batch, None))
@@ -95,9 +99,9 @@ class BatchSupply:
 
 
 def _owned(leaf: Any) -> Any:
-    """Return an array that does not change: an iterator may use the memory of a batch again.
+    """Return a read-only copy of a NumPy array, whose memory an iterator may use again; any other leaf as it is.
 
-    A step that changed it in place would be an error, since its lookups have begun with the array as it is.
+    Read-only, since the lookups of the step have begun with its values: the step must not change them in place.
     """
     if not isinstance(leaf, np.ndarray):
         return leaf

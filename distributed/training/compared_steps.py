@@ -39,7 +39,12 @@ class ComparedSteps:
             raise StrategyError(text)
 
     def compare(self, run: str, key: str, written: Iterable[Any], optimizers: Sequence[GivenOptimizer]) -> None:
-        """Raise StrategyError if another worker of the run has a step of this key that writes or updates otherwise."""
+        """Have the coordinator compare a step with those of the run's workers; raise StrategyError if it differs.
+
+        key         steps of one key are compared
+        written     variables that the step writes: their names and types are compared
+        optimizers  optimizers that update them: their settings are compared
+        """
         names = sorted({f"variable {one.name!r} {one.type}" for one in written})
         items = (*names, *(f"{item.kind} {item.text}" for item in settings_of(optimizers)))
         digest = hashlib.sha256(json.dumps(items).encode()).hexdigest()
@@ -50,7 +55,7 @@ class ComparedSteps:
     def compare_call(self, run: str, called: RegisteredStep, *, is_one_call: bool) -> None:
         """As `compare`, for a step of a loop that is called for the first time.
 
-        is_one_call  whether the loop calls one function; otherwise functions of one name are compared
+        is_one_call  whether the loop calls one function; otherwise functions of one name are compared, but no lambdas
         """
         if not is_one_call and "<lambda>" in called.name:
             return

@@ -21,10 +21,12 @@ Answer = TypeVar("Answer")
 def waited_for(
     task: str, timeout_s: float, ask: Callable[[float], Answer], more: Callable[[], str] = lambda: ""
 ) -> Answer:
-    """Return `ask(wait_s)`, which waits for other workers; ask again when it raises DeadlineExceeded.
+    """Return `ask(wait_s)`, which waits for other workers. When it raises DeadlineExceeded, log that and ask again.
+
+    After `timeout_s`, raises DeadlineExceeded.
 
     task   the worker that waits
-    more   returns a text to append to the errors, which are logged until `timeout_s` have passed, and raised then
+    more   returns a text to append to each error
     """
     began_at = time.monotonic()
     wait_s = min(NOTICE_AFTER_S, timeout_s)

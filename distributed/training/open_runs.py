@@ -34,7 +34,10 @@ class OpenRun:
         self._results: Generator[Any] | None = None
 
     def of(self, name: str, results: Generator[T]) -> Generator[T]:
-        """Yield the results of the run `name`. Raises StrategyError for the next one if the cluster was closed."""
+        """Yield the results of the run `name`.
+
+        Raises StrategyError in place of the next one if the cluster was closed, unless `is_at_end`.
+        """
         if not self._is_closed:
             self._results = results
             yield from results
@@ -46,7 +49,7 @@ class OpenRun:
             )
 
     def close(self) -> None:
-        """End the run, since its cluster is closed. Raises ValueError if a thread runs it."""
+        """End the run, since its cluster is closed. Raises ValueError while its loop executes, as in another thread."""
         results = self._results
         self._is_closed = results is None or getgeneratorstate(results) != GEN_RUNNING
         if results is not None:
@@ -60,7 +63,7 @@ class OpenRuns:
         self._open: weakref.WeakKeyDictionary[Generator[Any], OpenRun] = weakref.WeakKeyDictionary()
 
     def add(self, run: Generator[T], opened: OpenRun) -> Generator[T]:
-        """Return the run, which is closed at the exit of the process, and `opened` when the cluster is closed."""
+        """Register a run, and return it: it is closed at the exit of the process, or `opened` with the cluster."""
         self._open[run] = opened
         # Again for each: it comes before the ends of clusters that the program has joined meanwhile.
         atexit.unregister(self._close_at_exit)
@@ -68,7 +71,7 @@ class OpenRuns:
         return run
 
     def close(self) -> None:
-        """Close the runs, since their cluster is closed."""
+        """Close the runs when their cluster closes; log errors in place of raising them."""
         atexit.unregister(self._close_at_exit)
         for opened in list(self._open.values()):
             _close(opened)

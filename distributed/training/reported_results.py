@@ -24,7 +24,7 @@ class _Result(msgspec.Struct, frozen=True):
 
 
 class ReportedResults(CoordinatorPart):
-    """The results of one cluster, kept in `records`."""
+    """The newest results of one cluster, by name, kept in `records`."""
 
     requests: ClassVar[Requests[ReportedResults]] = HandlerTable()
     notices: ClassVar[Notices[ReportedResults]] = HandlerTable()
@@ -54,7 +54,7 @@ class ReportedResults(CoordinatorPart):
         self._records.put(_RESULT + name, result)
 
     def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
-        """Return the results by name."""
+        """Return the results by name, and the numbers of steps after which evaluations and checkpoints were made."""
         return {
             "results": {name: result.value for name, result in self._results.items()},
             "result_steps": {name: result.steps for name, result in self._results.items() if result.steps is not None},

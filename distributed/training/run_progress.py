@@ -21,7 +21,7 @@ from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.status import NotFinite, WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name
 
-#: By run, the numbers of steps or rounds done and of all.
+#: By run, the number of steps or rounds done, and of all steps or rounds.
 Counts = Mapping[str, tuple[int, int]]
 _PART = re.compile(r"(.*) ([0-9]+)-[0-9]+", re.DOTALL)
 _PLAN, _PROGRESS, _NOT_FINITE, _ROUNDS = "training plan/", "progress/", "not finite/", "rounds/"
@@ -33,7 +33,7 @@ class _Rounds(msgspec.Struct, frozen=True):
 
 
 class ProgressCopy(msgspec.Struct, frozen=True):
-    """The counts of all runs of training, and of those whose steps are rounds."""
+    """The counts of all runs of training, and of those whose steps are rounds, as in `Counts`."""
 
     counts: dict[str, tuple[int, int]] = {}
     rounds: dict[str, tuple[int, int]] = {}
@@ -56,9 +56,10 @@ class RunProgress(CoordinatorPart):
         #: The first loss that is not finite of each run and name.
         self._not_finite = {(one.run, one.metric): one for _, one in records.load(_NOT_FINITE, NotFinite)}
         self._plans = dict(records.load(_PLAN, TrainingPlan))
-        #: By run whose steps are claimed, and by run of synchronous training. The second has a record only from the
-        #: snapshot that a cluster goes on from: workers report it repeatedly.
+        #: By run whose steps are claimed: the numbers of steps done and of all steps.
         self._claimed: dict[str, tuple[int, int]] = {}
+        #: The same of runs of synchronous training. They have records only in a cluster that goes on from a snapshot,
+        #: since workers report them repeatedly.
         self._rounds = {name: (found.done, found.total) for name, found in records.load(_ROUNDS, _Rounds)}
         #: Texts for the log.
         self.news: list[str] = []
@@ -78,7 +79,7 @@ class RunProgress(CoordinatorPart):
         return news
 
     def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
-        """Return the counts, and the losses that are not finite."""
+        """Return the numbers of steps done and of all steps, and the first losses that are not finite."""
         done, total = self.steps(self.counts())
         return {"steps_done": done, "steps_total": total, "not_finite": tuple(self._not_finite.values())}
 
@@ -91,11 +92,15 @@ class RunProgress(CoordinatorPart):
         return self._claimed | self._rounds
 
     def count(self, run: str, done: int, total: int) -> None:
-        """Set the counts of a run whose steps are claimed."""
+        """Set the numbers of steps done and of all steps of a run whose steps are claimed."""
         self._claimed[run] = done, total
 
     def note(self, report: ClaimSteps | StepsDone | RoundsDone, steps: int, dropped: int = 0) -> None:
-        """Add steps that a live worker reports as done to its progress."""
+        """Add the steps and metrics of a report to its worker's progress; log a run's first loss that is not finite.
+
+        steps    number of the worker's steps since its last report
+        dropped  number of these steps whose gradients came too late
+        """
         last = self._workers.get(report.task, WorkerProgress(report.task, 0, 0.0, {}))
         self._workers[report.task] = now = WorkerProgress(
             report.task,
@@ -118,7 +123,7 @@ class RunProgress(CoordinatorPart):
         self.news.append(f"{found.metric} is {found.value} at {where}; later ones of this run are not announced")
 
     def note_rounds(self, report: RoundsDone, undone: int) -> None:
-        """Record the progress of a run of synchronous training, as a live worker reports it.
+        """Record a live worker's report of a run of synchronous training: the run's rounds, and the worker's progress.
 
         undone  number of returns to a snapshot that undid steps; rounds from before the newest one are not counted
         """
@@ -130,7 +135,7 @@ class RunProgress(CoordinatorPart):
     # Snapshots.
 
     def steps_done(self) -> int | None:
-        """Number of steps done in all runs, with those before the first of a trainer's run; None before the first."""
+        """Number of steps done in all runs, also those that earlier programs did; None before the first run."""
         counts = self.counts()
         return self.steps(counts)[0] if counts else None
 
@@ -140,9 +145,9 @@ class RunProgress(CoordinatorPart):
 
     @classmethod
     def records_of(cls, copy: ProgressCopy, before: DurableRecords) -> Iterator[tuple[str, msgspec.Struct]]:
-        """Yield the records of the rounds, and of the plans that have a part among the runs.
+        """Yield the records of the rounds, and of the plans that have a part among the copied runs.
 
-        Other plans begin where their program says. None is over: the program tells that again.
+        Other plans are left out: their programs send them again. No plan is over: its program sends that again too.
         """
         for name, (done, total) in copy.rounds.items():
             yield _ROUNDS + name, _Rounds(done, total)
@@ -152,15 +157,16 @@ class RunProgress(CoordinatorPart):
                 yield _PLAN + name, msgspec.structs.replace(plan, is_over=False)
 
     def return_to(self, copy: ProgressCopy) -> int:
-        """Return to the rounds of a copy."""
+        """Return to the rounds of a copy; give the number of rounds that are done again."""
         redone = sum(done for done, _ in self._rounds.values()) - sum(done for done, _ in copy.rounds.values())
         self._rounds = dict(copy.rounds)
         return redone
 
     def announce_undone(self, undone: Counts, before: Counts) -> None:
-        """Log the runs that were complete before a return, and are not any more, so that their program runs them again.
+        """Log the runs that the program must run again after a return to a snapshot.
 
-        before  the counts before the return
+        undone  the counts of runs that were complete before the return, and are not any more
+        before  the counts of all runs before the return
         """
         for name, (done, total) in self.to_run_again(undone, before, self.counts()).items():
             self.news.append(f"run {name!r} was complete, and has {done} of {total} steps done now: run it again")
@@ -169,7 +175,10 @@ class RunProgress(CoordinatorPart):
 
     @notices.handles(TrainingPlan)
     def note_plan(self, plan: TrainingPlan, received: Received | None = None) -> Sequence[Command]:
-        """Record a plan. A worker that is started again tells the steps that are done by then as earlier ones."""
+        """Record a plan. Of a plan that is known, keep the lower `first`, and that it is over.
+
+        Why: a worker that is started again reports the steps that are done by then as those of earlier programs.
+        """
         if (known := self._plans.get(plan.run)) is not None:
             plan = msgspec.structs.replace(
                 plan, first=min(plan.first, known.first), is_over=plan.is_over or known.is_over
@@ -179,10 +188,11 @@ class RunProgress(CoordinatorPart):
         return []
 
     def to_run_again(self, undone: Counts, before: Counts, counts: Counts) -> dict[str, tuple[int, int]]:
-        """Return the runs that the program must run again, with their plan in place of its parts, and their counts.
+        """Return the runs that the program must run again, with their counts; a plan takes the place of its parts.
 
-        undone  runs that were complete, and are not any more
-        before  the counts when they were; a plan that was not complete goes on, and repeats its parts
+        undone  the counts of runs that were complete, and are not any more
+        before  the counts of all runs at that time; a plan that was not complete then is left out: it repeats its parts
+        counts  the present counts of all runs
         """
         found = {}
         for run, count in undone.items():
@@ -200,7 +210,7 @@ class RunProgress(CoordinatorPart):
         return plan.first + sum(own)
 
     def steps(self, counts: Counts) -> tuple[int, int]:
-        """Return the numbers of steps done and of all steps, from those of each run that workers take part in."""
+        """Return the numbers of steps done and of all steps, in all plans and all runs that are in no plan."""
         done_of, others = {name: plan.first for name, plan in self._plans.items()}, (0, 0)
         for run, (done, total) in counts.items():
             part = _PART.fullmatch(run)

@@ -36,7 +36,7 @@ _REMEDY = (
 
 @dataclass
 class _Described:
-    """A description, and the tasks that gave it."""
+    """The description of a step, and the tasks that sent it."""
 
     digest: str
     items: tuple[str, ...]
@@ -45,7 +45,7 @@ class _Described:
 
 @dataclass
 class _Run:
-    """The descriptions of a run by key; `refusal` says what differs, if anything does."""
+    """The descriptions of a run's steps by key, and its tasks; `refusal` says what differs, empty if nothing does."""
 
     by_key: dict[str, list[_Described]] = field(default_factory=dict)
     tasks: dict[str, None] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class _Run:
 
 
 class StepComparisons(CoordinatorPart):
-    """The descriptions of the steps of all runs."""
+    """Compares the steps of the workers of each run, by the descriptions of the newest `KEPT_RUNS` runs."""
 
     requests: ClassVar[Requests[StepComparisons]] = HandlerTable()
 
@@ -62,7 +62,11 @@ class StepComparisons(CoordinatorPart):
 
     @requests.handles(CompareStep)
     def compare(self, request: CompareStep, received: Received) -> Sequence[Command]:
-        """Take a worker's description, and notify all tasks if it differs."""
+        """Compare a worker's description with the known ones, record it, and answer.
+
+        Answers that it is not known if only its digest was sent and is new. If it differs, refuses it and all later
+        ones of the run, and notifies all live tasks.
+        """
         ask = received.ask
         run = self._runs.setdefault(request.run, _Run())
         while len(self._runs) > KEPT_RUNS:
@@ -85,7 +89,7 @@ class StepComparisons(CoordinatorPart):
         return [SendReply(ask, Failure("StrategyError", run.refusal)), told]
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Forget what tasks have given that failed."""
+        """Forget the descriptions that only failed tasks have sent, and the runs of which no other task is left."""
         for task in [one.task for one in left if one.reason not in NORMAL_ENDS]:
             for name, run in [*self._runs.items()]:
                 run.tasks.pop(task, None)

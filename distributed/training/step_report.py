@@ -15,12 +15,15 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.training.work_messages import RoundsDone
 from dflow.distributed.wire.messages.status import NotFinite
 
-#: Least time between a worker's reports of the steps that it has done.
+#: Least time between two reports of a worker's steps before the end of the run, in s.
 REPORT_S = 0.25
 
 
 class StepProgress:
-    """Reports a worker's steps in a run of `total` steps to the coordinator, at most every `REPORT_S`."""
+    """Reports a worker's steps in a run of `total` steps to the coordinator.
+
+    done  initial number of steps done
+    """
 
     def __init__(self, cluster: Cluster, run: str, total: int, done: int = 0) -> None:
         self._cluster, self._news = cluster, RoundsDone(run, cluster.task, done, total, 0)
@@ -36,19 +39,20 @@ class StepProgress:
         return self._news.rounds == self._news.total_rounds
 
     def begin(self, done: int = 0) -> None:
-        """Note that steps begin, or begin again after a return to a snapshot, with `done` of them done."""
+        """Set the number of steps done, when they begin, or begin again after a return to a snapshot."""
         # Steps before a later return to a snapshot are not counted.
         self._news = replace(self._news, rounds=done, undone=self._cluster.steps.undone)
 
     def reached(self, done: int) -> None:
-        """Note the number of steps that are done."""
+        """Set the number of steps done, for the next report."""
         self._news = replace(self._news, rounds=done)
 
     def note(self, number: int, outcome: Any, *, step_s: float = 0.0, is_dropped: bool = False) -> None:
-        """Note that the worker's step `number` has ended.
+        """Record that the worker's step `number` has ended; call `report` if the run is over or `REPORT_S` have passed.
 
-        outcome  may not be computed yet, unless the run is over
-        step_s   duration of the step; by default the mean since the last report
+        outcome     result of the step, which may not be computed yet
+        step_s      duration of the step; by default the mean since the last report
+        is_dropped  whether its gradient came too late for its round
         """
         news, self._outcome = self._news, outcome
         self._news = replace(news, steps=news.steps + 1, dropped=news.dropped + is_dropped, step_s=step_s)
@@ -57,14 +61,14 @@ class StepProgress:
             self.report()
 
     def report(self) -> None:
-        """Report the steps since the last report, once they are computed."""
+        """Wait until the losses since the last report are computed, and report the steps to the coordinator."""
         news, found = self._news, first_not_finite(self._losses)
         metrics = real_scalars(self._outcome)
         mean_s = (time.monotonic() - self._told_s) / news.steps if news.steps else 0.0
         self._tell(replace(news, step_s=news.step_s or mean_s, metrics=metrics, not_finite=found))
 
     def report_failure(self) -> None:
-        """Report the steps since the last report without their results, which may never be computed."""
+        """Report the steps since the last report immediately, without their results, which may never be computed."""
         self._tell(self._news)
 
     def _tell(self, news: RoundsDone) -> None:
@@ -74,7 +78,7 @@ class StepProgress:
 
 
 def first_not_finite(losses: Iterable[tuple[int, Mapping[str, Any]]]) -> NotFinite | None:
-    """Return the first loss that is not finite; None if all are finite.
+    """Return the first loss that is not finite; None if all are finite. Waits until they are computed.
 
     losses   numbers of steps, each with scalars by name; only names that end with `loss` are checked
     """
@@ -86,17 +90,20 @@ def first_not_finite(losses: Iterable[tuple[int, Mapping[str, Any]]]) -> NotFini
 
 
 def losses_of(outcome: Any) -> dict[str, Any]:
-    """Return the losses among a step's results, which may not be computed yet."""
+    """Return the scalars of a step's result whose names end with `loss`, by name; they may not be computed yet."""
     return {name: value for name, value in scalars(outcome) if name.endswith("loss")}
 
 
 def real_scalars(outcome: Any) -> dict[str, float]:
-    """Return the real scalars among a step's results, by name; a result that is one scalar is named `loss`."""
+    """Return the real scalars of a step's result by name, see `scalars`; waits until they are computed."""
     return {name: float(value) for name, value in scalars(outcome)}
 
 
 def scalars(outcome: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the real scalars among a step's results, which may not be computed yet, by name."""
+    """Yield the name and value of each real scalar in a step's result. A result that is no mapping is named `loss`.
+
+    Values may be arrays that are not computed yet.
+    """
     named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
     return ((str(name), value) for name, value in named.items() if _is_real_scalar(value))
 

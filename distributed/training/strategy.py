@@ -29,8 +29,8 @@ _run_counts: Counter[tuple[Hashable, str]] = Counter()
 class StrategyRun:
     """One run of a strategy in this process: its name, and the arguments of `Strategy.run`.
 
-    guard   holds SIGTERM back within `guard.step()`, which has each call of the step
-    opened  its `is_at_end` is set before the result of the last step is yielded, where that is known
+    guard   holds SIGTERM back within `guard.step()`, in which each step is called
+    opened  `is_at_end` of it is set before the result of the last step is yielded, if the last step is known
     """
 
     name: str
@@ -41,9 +41,10 @@ class StrategyRun:
     opened: OpenRun
 
     def calls(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """Call the step with the next batch, or that of each number, and yield its results.
+        """Take a batch for each number, call the step with it, and yield the result of each call.
 
-        Ends with the numbers or with the batches. SIGTERM ends the program between two calls.
+        Ends with the numbers or with the batches. SIGTERM ends the program between two calls. A `Sequence` of numbers
+        tells which call is the last: `opened.is_at_end` is set before its result is yielded.
         """
         for number in numbers:
             if (batch := self.batches.take(number)) is END:
@@ -57,8 +58,8 @@ class StrategyRun:
 class Strategy:
     """Decides when the gradients of a worker's steps are applied; `run` is the training loop.
 
-    A subclass of a program calls `Strategy.__init__` and defines `results`, the loop of one worker. `run_prefix` begins
-    the names of runs without a name, as in `run_0`.
+    A subclass in a program calls `Strategy.__init__` and defines `results`, the loop of one worker. `run_prefix` begins
+    the names of runs that the program does not name, as in `run_0`.
     """
 
     run_prefix: ClassVar[str] = "run"
@@ -72,21 +73,25 @@ class Strategy:
         self.cluster = cluster
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
-        """Yield the result of each step that this worker does in the run, called by `run.calls` or in its guard."""
+        """Yield the result of each step that this worker does in the run: a subclass defines it.
+
+        It calls the steps by `run.calls`, or each step within `run.guard.step()`. Here it raises StrategyError.
+        """
         raise StrategyError(f"{type(self).__name__}: expected a method results, got none", "define results(self, run)")
 
     def variables(self) -> AbstractContextManager[None]:
-        """Return a context that makes the variables of the program where the strategy needs them.
+        """Return a context that places new variables where this strategy needs them; by default on the parameter tasks.
 
-        So that another strategy is another line: on the parameter tasks, for a strategy that does not say otherwise.
+        A program that creates its model in it changes the strategy in one line.
         """
         return self.cluster.parameter_servers(self._job)
 
     @property
     def batches_per_step(self) -> int:
-        """Number of batches that one of the `steps` of a run uses: step `s` has those from `s` times this number on.
+        """Number of batches that one step of a run uses, n: step `s` uses batches `s` * n to (`s` + 1) * n - 1.
 
-        A trainer counts on by it, so override it in a strategy that numbers its batches otherwise.
+        The trainer numbers its batches and counts its steps with it. Override it in a strategy that numbers its batches
+        differently.
         """
         return 1
 
@@ -112,9 +117,10 @@ class Strategy:
         After SIGTERM, if the program does not handle it, the loop ends with the step that runs: it reports the steps
         that are done, leaves the cluster, and raises SystemExit with the status 143.
 
-        raises   StrategyError for a negative number of steps, or other `batches`; VariableError when the optimizer of a
-                 step has variables that are not on tasks, so that no other worker sees them; the errors that the class
-                 lists; StrategyError from the loop if the program closes the cluster in it, before the last step
+        raises   from the loop, not from this call: StrategyError for other `batches`, and for `steps` that are no
+                 integer of at least 0; VariableError when the optimizer of a step has variables that are not on tasks,
+                 so that no other worker sees them; the errors that the class lists; StrategyError if the program closes
+                 the cluster in the loop, before the last step
         """
         opened = OpenRun()
         return self.cluster.part(OpenRuns).add(self._loop(step, batches, steps, name, opened), opened)
@@ -142,7 +148,11 @@ class Strategy:
     def _guarded(
         self, run: str, count: int, step: Callable[..., Any], supply: BatchSupply, opened: OpenRun
     ) -> Generator[Any]:
-        """Yield the results of the steps, while SIGTERM ends the program between two steps."""
+        """Yield the results of the steps. SIGTERM ends the program between two steps, and this task leaves the cluster.
+
+        Raises StrategyError in a standalone process if the batches end before the steps, unless `supply.may_end` or
+        `DFLOW_ACCEPT=short` accepts it.
+        """
         with held_back_in_steps() as guard:
             try:
                 yield from self.results(StrategyRun(run, count, step, supply, guard, opened))
@@ -160,12 +170,15 @@ class Strategy:
 
 
 def run_name(cluster: Cluster, prefix: str) -> str:
-    """Return the name of a worker's next run without a name, such as `sync_run_0`: the same on every worker."""
+    """Count another run that the program does not name; return a name for it, such as `sync_run_0`.
+
+    Workers that begin their runs in the same order get the same names.
+    """
     counted = cluster.identity, prefix
     _run_counts[counted] += 1
     return f"{prefix}_{_run_counts[counted] - 1}"
 
 
 def arguments_of(batch: Any) -> Sequence[Any]:
-    """Return the arguments of a step: a batch that is no tuple is the only one."""
+    """Return the arguments of a step: the batch if it is a tuple, else the batch as the only argument."""
     return batch if isinstance(batch, tuple) else (batch,)

@@ -41,7 +41,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
                  only for a run whose workers send no `StepsDone`
     `is_training` whether the run's steps are counted in the status of the cluster; the first claim fixes it
     `least`      number of steps to claim at least, however long they take, up to the worker's share of the rest
-    `has_failed` whether the worker leaves the run by an error, or its loop, perhaps by one; its output may show it
+    `has_failed` whether the worker leaves the run by an error, or because its program left the loop early
     """
 
     speaker, is_numbered, series = "task", True, "run"
@@ -109,10 +109,10 @@ class RoundsDone(Notice, frozen=True):
 
 
 class TrainingPlan(Notice, frozen=True):
-    """Runs named `run`, a space, and their first and last step, as in `fit 50-100`, are parts of one of `total` steps.
+    """A trainer's run of `total` steps. Runs named `run`, a space and a range of steps, as `fit 50-100`, are its parts.
 
     `first`    number of steps that earlier programs have done
-    `is_over`  whether a callback has ended it, so that the steps that are not done are not missing
+    `is_over`  whether a callback has ended it before its last step, so that the rest of the steps is not missing
     """
 
     speaker = "task"
@@ -137,13 +137,13 @@ class TrainingEvent(Notice, frozen=True):
 
     @property
     def text(self) -> str:
-        """The event for people."""
+        """Description of the event for people."""
         found = ", ".join(f"{name} {value:.6g}" for name, value in self.metrics.items())
         return f"{self.kind} of run {self.run!r} after {self.steps} steps{': ' if found else ''}{found}"
 
 
 class StepCompared(Message, frozen=True):
-    """The step is that of the run's other workers, unless `is_known` is false: then the items are needed."""
+    """The coordinator has accepted the step, unless `is_known` is false: then it needs the items to compare them."""
 
     is_known: bool
 
@@ -168,7 +168,7 @@ class CompareStep(Request[StepCompared], frozen=True):
 
 
 class RunRefused(Notice, frozen=True):
-    """The workers of a run have other steps, as `text` says, so each of them ends the run with a StrategyError."""
+    """The workers of a run have different steps, as `text` says; each of them ends the run with a StrategyError."""
 
     run: str
     text: str
