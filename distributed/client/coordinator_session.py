@@ -96,7 +96,7 @@ class ShowRoster:
 class Warn:
     """Log that the coordinator, or a task that others wait for, is lost or back: once each per outage.
 
-    `gives_up`  whether the coordinator is lost for good: report that too
+    `gives_up`  whether the session has ended, as the coordinator is lost for good: tell the program too
     """
 
     text: str

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from dflow.distributed.cluster.cluster_resources import (
     TaskQueueProducer,
-    ended,
+    end_queue,
     refuse_unnamed,
     size_bytes_of,
     task_in_scope,
@@ -230,7 +230,10 @@ class ClusterHome:
         try:
             return self._requests.ask_each(messages)
         except DflowError as error:
-            raise _with_line(error) from None
+            named = _with_line(error)
+            if named is error:
+                raise
+            raise named from None
 
     def gather(self, variable: Variable, indices: Any) -> jax.Array:
         rows: jax.Array = self._run_op(variable, "gather", variable.gather, indices)[0]
@@ -307,7 +310,7 @@ class ClusterHome:
                 self.steps.state_changed()
             return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
 
-        return ended(self.steps, resource.key, use) if op.name == ops.queue_close.name else use()
+        return end_queue(self.steps, resource.key, use) if op.name == ops.queue_close.name else use()
 
     def producer(self, queue: Queue, where: str, name: str | None) -> TaskQueueProducer:
         """Return the producing side of a queue; see `StateBackend.producer`."""

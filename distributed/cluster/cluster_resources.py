@@ -80,12 +80,12 @@ class TaskQueueProducer:
     def close(self) -> None:
         """Refuse later enqueues; see `QueueProducer`."""
         closing = partial(self._call, close_op(self.where), ())
-        ended(self.steps, self.key, lambda: self.requests.ask_step(self.task, closing, b"", 0.0))
+        end_queue(self.steps, self.key, lambda: self.requests.ask_step(self.task, closing, b"", 0.0))
 
     def fail(self, failure: BaseException) -> None:
         """Close the queue with the text of `failure`; see `QueueProducer`."""
         message = FailQueue(self.key, failure_text(failure)[:MAX_TEXT], self.where)
-        ended(self.steps, self.key, lambda: self.requests.ask(self.task, message))
+        end_queue(self.steps, self.key, lambda: self.requests.ask(self.task, message))
 
     def is_recovered(self, error: BaseException, failures: int) -> bool:
         """See `QueueProducer`."""
@@ -97,7 +97,7 @@ class TaskQueueProducer:
         return CallResource(self.key, op, step.origin, step.number, operands)
 
 
-def ended(steps: ClusterSteps, queue: str, end: Callable[[], Result]) -> Result:
+def end_queue(steps: ClusterSteps, queue: str, end: Callable[[], Result]) -> Result:
     """Return `end()`, which ends a queue's data; do it again if it is lost with a task before a snapshot has it."""
 
     def end_and_save() -> Result:

@@ -44,7 +44,7 @@ class SharedValues:
         captures = {task: CaptureVariables(me, number, tuple(keys)) for task, keys in self._keys.items()}
         try:
             self._steps.while_paused(lambda: self._requests.ask_each(captures), "an evaluation")
-            self._requests.ask_each(dict.fromkeys(self._keys, EndCapture(me, number, self._name)))
+            self._requests.ask_each(dict.fromkeys(self._keys, EndCapture(me, number, share_as=self._name)))
         except BaseException:
             with suppress(DflowError):
                 self._requests.ask_each(dict.fromkeys(self._keys, EndCapture(me, number)))

@@ -42,9 +42,9 @@ class AllReduce(Strategy):
     raises         StrategyError for a cluster without collectives, or other axes
 
     Each worker gives its own part of each batch; the step gets the arrays of all parts together, in the order of the
-    workers, so the result is that of one process. Scalars must be the same in all processes. Workers whose devices
-    have one position along the axis of batches give the same part. A function of batches is given the number `step` *
-    n + `index` of n parts, where `index` is the worker's part: see `part`.
+    workers, so the result is that of one process. Scalars must be the same in all processes. Workers whose devices have
+    the same positions along the axis of batches give the same part. A function of batches is given the number
+    `step` * n + `index` of n parts, where `index` is the worker's part: see `part`.
 
     The loop ends in all processes at the same step: when the batches of one of them end, the others leave their batch
     of that step unused, and log that. After SIGTERM to one of them all raise SystemExit with the status 143 before the

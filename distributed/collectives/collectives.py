@@ -23,8 +23,8 @@ class Collectives:
         self._cluster = cluster
         self.group: ProcessGroup | None = None
         self.programs: AgreedPrograms | None = None
-        #: Ends JAX's runtime.
-        self._end_runtime: Callable[[], None] = lambda: None
+        #: Ends JAX's runtime; None if it has not started.
+        self._end_runtime: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Make the tasks of this job one group, and start JAX's multi-process runtime in all of them.
@@ -43,9 +43,10 @@ class Collectives:
         set_program_watch(ProgramWatch(self.programs.called, self.programs.written))
 
     def close(self) -> None:
-        """Wait until all processes are done, and end the runtime."""
-        group, self.group, self.programs = self.group, None, None
-        if group is not None:
+        """Wait until all processes are done, and end the runtime, if it has started in this one."""
+        group, end_runtime = self.group, self._end_runtime
+        self.group, self.programs, self._end_runtime = None, None, None
+        if group is not None and end_runtime is not None:
             set_program_watch(None)
             group.close()
-            self._end_runtime()
+            end_runtime()

@@ -170,7 +170,6 @@ def _mean(stacked: jax.Array) -> jax.Array:
 
 
 def _dense(gradients: Any) -> Any:
-
     def dense(part: Any) -> Any:
         if not is_row_gradient(part):
             return part

@@ -340,9 +340,9 @@ def _is_late(channel: _Channel, at_s: float) -> bool:
 def _apart(channel: _Channel, elsewhere: Mapping[str, str] = {}) -> str:
     """Describe members that have come to different points of the program; `elsewhere` are those of other waits."""
     here = {task: given.request.name for task, given in channel.given.items()} | dict(elsewhere)
-    positions = ", ".join(f"{short_task_name(task)} at {name}" for task, name in here.items())
+    described = ", ".join(f"{short_task_name(task)} at {name}" for task, name in here.items())
     return (
-        f"the processes of a group are at different points of the program: {positions}\n"
+        f"the processes of a group are at different points of the program: {described}\n"
         "  let every worker make the same calls in the same order, and run loops of the same number of steps"
     )
 

@@ -1,7 +1,7 @@
 """The mesh of devices of all processes of a group: the shardings of variables on it, and batches divided over it.
 
-Each process gives its own part of a batch. Processes whose devices have one position along the axis of batches, such
-as processes that divide one model's layers, give the same part.
+Each process gives its own part of a batch. Processes whose devices have the same positions along the axis of batches,
+such as processes that divide one model's layers, give the same part.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class CoordinatorPart:
 
     `requests`, `notices`  the handlers of its messages
     `copied`               class of the result of `copy`; None if a snapshot has nothing of the part
-    `may_be_lost`          beginnings of the keys of its records whose newest changes may be lost: see `waits`
+    `may_be_lost`          beginnings of the keys of its records whose newest changes may be lost; see
+                           `CoordinatorState.waits`
     `tells`                messages that tell of a record, and its key
     `moments`              moments for tests, by the class of a message or by the key of a record: see `moments.reach`
     """

@@ -1,4 +1,4 @@
-"""What is decided once for all tasks: values, such as whether a run ends, and the task that does something alone.
+"""Decisions made once for all tasks: values, such as whether a run ends, and the task that does something alone.
 
 Invariants:
 - the first value that a worker gives counts and never changes, so that a worker that is started again and comes to the

@@ -199,7 +199,7 @@ class Recovery(CoordinatorPart):
         """
         if not self._is_held:
             if request.task not in self._directory.holders() or self.is_returning:
-                return [SendReply(received.ask, Ok())]  # the return undoes what has changed
+                return [SendReply(received.ask, Ok())]  # it holds no state, or the return undoes what has changed
             if self.phase is ReturnPhase.HOPELESS:
                 return [SendReply(received.ask, Failure("TaskLost", self.why))]
         return self._snapshots.announce_leave(request.task, received)

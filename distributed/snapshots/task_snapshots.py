@@ -1,9 +1,9 @@
 """A task's parts of the cluster's snapshots, in a folder that only this task uses.
 
 Why: a parameter task that was started again returns to its part, and the other tasks to theirs, so no task reads the
-files of another, and no path travels. The coordinator decides (`recovery.py`). Invariants: a part is complete or absent
-(`atomic_directory`), and needs no other part, also if only changed rows were written (`changed_rows`); the newest
-committed part is removed only after a later one is committed.
+files of another, and no path travels. The coordinator decides (`cluster_snapshots.py`, `recovery.py`). Invariants: a
+part is complete or absent (`atomic_directory`), and needs no other part, also if only changed rows were written
+(`changed_rows`); the newest committed part is removed only after a later one is committed.
 """
 
 from __future__ import annotations

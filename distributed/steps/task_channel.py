@@ -84,7 +84,7 @@ class _OfferedValues:
 
 
 class TaskChannel:
-    """What the task `name` sends and receives; see `lowering.queues.channel.Channel`. Thread-safe."""
+    """Sender and receiver of the task `name`; see `lowering.queues.channel.Channel`. Thread-safe."""
 
     def __init__(
         self,

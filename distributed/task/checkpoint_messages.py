@@ -9,7 +9,7 @@ from dflow.distributed.wire.messages.message import Message, Request
 from dflow.tracing.rows.axis_slice import AxisSlice
 
 
-class SavedVariable(msgspec.Struct, frozen=True, rename={"path": "place"}):
+class SavedVariable(msgspec.Struct, frozen=True):
     """A variable to write: its `key`, the `name` of its array, and its `path` within the folder."""
 
     key: str
@@ -25,7 +25,7 @@ class VariablePart(msgspec.Struct, frozen=True):
     indices: AxisSlice
 
 
-class DividedVariable(msgspec.Struct, frozen=True, rename={"path": "place"}):
+class DividedVariable(msgspec.Struct, frozen=True):
     """An array of a `shape` to write, whose `parts` variables have; `name` and `path` as in `SavedVariable`."""
 
     name: str

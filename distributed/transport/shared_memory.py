@@ -3,10 +3,11 @@
 Why: a copy through the kernel costs as much as several copies in memory, and needs a buffer at the receiver too.
 
 The sender owns the memory and passes its descriptor over the Unix socket. The memory begins with one byte for each
-value in use (its flag); the values follow. The sender sets a value's flag, and sends its number, offset and size
-as the frame's payload. The receiver clears it when the array made from the value is freed, which costs no message.
+value in use (its flag); the values follow. The sender sets a value's flag, and sends the flag's number, the value's
+offset and its size as the frame's payload. The receiver clears the flag when the array made from the value is freed,
+which costs no message.
 
-Invariants: the sender writes only into blocks whose byte the receiver has cleared. Each side maps the memory while
+Invariants: the sender writes only into blocks whose flag the receiver has cleared. Each side maps the memory while
 anything refers to it. The memory's size is sealed, so neither side can truncate it under the other; the receiver checks
 the seal, and that each location lies inside. Both processes are of one user, and could change each other's memory
 anyway.

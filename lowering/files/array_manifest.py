@@ -102,7 +102,9 @@ def _content(folder: Location, whole: Any) -> _Content:
     if _checksum(whole["content"]) != whole["crc32"]:
         raise ValueError("its checksum is that of another content")
     # Every version of the format has its number.
-    version = msgspec.convert(msgspec.convert(whole["content"], dict[str, Any]).get("version"), int)
+    version = msgspec.convert(whole["content"], dict[str, Any]).get("version")
+    if not isinstance(version, int):
+        raise ValueError(f"version: expected int, got {version!r}")
     if version > VERSION:
         raise CheckpointError(
             f"{folder} has version {version} of the format, and this dflow reads up to {VERSION}",

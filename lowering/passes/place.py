@@ -145,7 +145,7 @@ class _Placing:
 
     def _devices(self, graph: Graph, refs: Mapping[Value, Value]) -> dict[int, str]:
         many = len(self._place.tasks) > 1 or len(self._used) > 1
-        fed = _places_fed(graph, refs, self._local) if many else {}
+        fed = _devices_fed(graph, refs, self._local) if many else {}
         placed: dict[int, str | None] = {}
         for node in graph.nodes:
             touched = [resource for _, resource in node.effects if resource is not None]
@@ -187,8 +187,8 @@ class _Placing:
         if not fed:
             return self._default
         if len(fed[id(node)]) == 1:
-            [task] = fed[id(node)]
-            return task if task != self._local else None
+            [device] = fed[id(node)]
+            return device if device != self._local else None
         made_from = [placed[id(graph.producers[value])] for value in node.values if value in graph.producers]
         return next((device for device in made_from if device not in (None, self._local)), None)
 
@@ -209,7 +209,7 @@ def _on(device: str, node: Node) -> Node:
     return Node(node.op, node.inputs, node.outputs, node.attributes, node.bodies, device, node.after, node.origin)
 
 
-def _places_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mapping[int, frozenset[str]]:
+def _devices_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mapping[int, frozenset[str]]:
     """Return, by id of each node, the devices of the variables that it touches or that its results feed.
 
     Only ops that are part of an update pass a result on to a variable. A result that the caller gets, or that any other
@@ -222,11 +222,11 @@ def _places_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mappin
         if touched:
             fed[id(node)] = frozenset(refs[ref].device or local for ref in touched)
             continue
-        tasks: set[str] = set()
+        devices: set[str] = set()
         for value in node.outputs:
             for user in graph.uses.get(value, ()):
                 is_passed_on = user.must_run or user.device == WITH_STATE or user.op.primitive is wire_p
-                tasks |= fed[id(user)] if is_passed_on else {local}
-            tasks |= {local} if value in outputs else set()
-        fed[id(node)] = frozenset(tasks)
+                devices |= fed[id(user)] if is_passed_on else {local}
+            devices |= {local} if value in outputs else set()
+        fed[id(node)] = frozenset(devices)
     return fed

@@ -284,10 +284,10 @@ def _in_one_program(fn: Callable[..., list[Any]], *lists: Sequence[Any]) -> list
     components = list(zip(*lists, strict=True))
     if not components:
         return []
-    positions = {
+    shardings = {
         next((array.sharding for array in arrays if isinstance(array, jax.Array)), None) for arrays in components
     }
-    if len(positions) <= 1:
+    if len(shardings) <= 1:
         return fn(*lists)
     return [fn(*([array] for array in arrays))[0] for arrays in components]
 

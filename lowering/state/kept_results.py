@@ -91,13 +91,16 @@ class RunResults:
     def keep(self, number: int, owner: str, change: StepChange, results: Sequence[Any]) -> None:
         """Keep the results of a change in a step."""
         if number not in self._steps:
+            # No Python call between the two, as an interrupt may come there: each step has an owner.
+            self._owners[number] = owner
             self._steps[number] = {}
             self._own(number, owner)
         self._steps[number][change] = results
 
     def get(self, number: int, change: StepChange) -> Sequence[Any] | None:
         """Return the results of a change; None if they are not kept."""
-        return self._steps.get(number, {}).get(change)
+        results = self._steps.get(number)
+        return None if results is None else results.get(change)
 
     def copy(self, run: str, arrays: list[Any]) -> KeptRun:
         """Return a copy of the record; add its arrays to `arrays`, in order."""

@@ -31,7 +31,8 @@ def repeated_views(store: Store, keys: Sequence[str]) -> Callable[[], Sequence[A
     def views() -> Sequence[Any]:
         """Return the values at one moment; see `Store.views`."""
         nonlocal look
-        values = look() if look is not None else None
+        find = look  # read once: another thread may set it to None
+        values = find() if find is not None else None
         if values is not None:
             try:  # `suppress` would cost as much as a view
                 if not all(map(_IS_READY, values)):

@@ -43,7 +43,7 @@ from dflow.tracing.rows.axis_slice import AxisSlice
 Result = TypeVar("Result")
 _StatesByKeys = WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], StepState]
 
-#: Number of attempts to view a value that steps write meanwhile, before they are read as arrays instead.
+#: Number of attempts to view values that steps write meanwhile, before the values are read as arrays instead.
 MOST_LOOKS = 5
 
 

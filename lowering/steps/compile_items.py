@@ -48,14 +48,14 @@ def ranges_of(registers: Sequence[int]) -> list[slice]:
 def _filler(registers: Sequence[int], unused: Set[int] = frozenset()) -> Fill:
     """Return the function that fills `registers`, except the `unused` ones, with values."""
     count, ranges = len(registers), ranges_of(registers)
-    position = ranges[0] if len(ranges) == 1 and unused.isdisjoint(registers) else None
+    span = ranges[0] if len(ranges) == 1 and unused.isdisjoint(registers) else None
     kept = [(index, register) for index, register in enumerate(registers) if register not in unused]
 
     def fill(held: list[Any], values: Sequence[Any]) -> None:
         if len(values) != count:
             raise InternalError(f"values of an item: expected {count}, got {len(values)}")
-        if position is not None:
-            held[position] = values
+        if span is not None:
+            held[span] = values
         else:
             for index, register in kept:
                 held[register] = values[index]

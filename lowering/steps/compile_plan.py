@@ -180,9 +180,7 @@ class _Compiler:
         items, shared = [], self._shared()
         for index in group:
             ended = {register for register in self._taken(index) if last[register] == index} - self._executable.fetched
-            freed = [
-                (position, (None,) * (position.stop - position.start)) for position in ranges_of(sorted(ended - shared))
-            ]
+            freed = [(span, (None,) * (span.stop - span.start)) for span in ranges_of(sorted(ended - shared))]
             waits, do = index in self._executable.waiting, compiler.compiled(index)
             if ended & shared:
                 do = partial(_do_and_free, do, sorted(ended & shared))

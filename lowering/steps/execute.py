@@ -286,8 +286,8 @@ class Execution:
                 except BaseException as error:
                     self._fail(index, error)
                     return
-                for position, nothing in freed:
-                    registers[position] = nothing
+                for span, nothing in freed:
+                    registers[span] = nothing
                 if not waits:
                     recorder.append((clock(), ITEM_ENDED, step, plan, index))
             for later in compiled.following[number]:

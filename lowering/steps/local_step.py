@@ -192,5 +192,5 @@ def _one_call(call: Call, feeds: tuple[int, ...], program: Program, store: Store
     return run
 
 
-#: The only plan of a step neither sends nor receives.
+#: A local step has one plan, without sends and receives.
 _NO_CHANNEL: Any = None

@@ -59,14 +59,14 @@ def make_plans(graph: Graph, caller: str, keys: Mapping[Value, str]) -> dict[str
     `literals`.
     """
     moved = moved_reads(graph)
-    first = _Maker(caller, keys, reads=moved)
+    first = _Maker(caller, keys, moved_reads=moved)
     makers = {caller: first}
     feeds: list[Operand] = [value for value in graph.inputs if not isinstance(value.type, HANDLES)]
     feeds += [output for output in graph.outputs if isinstance(output, Literal)]
     first.feeds = [first.register_of(operand) for operand in feeds]
     for node in graph.nodes:
         for task in tasks_of(node):
-            makers.setdefault(task, _Maker(task, keys, reads=moved)).add(node)
+            makers.setdefault(task, _Maker(task, keys, moved_reads=moved)).add(node)
     first.fetches = [first.register_of(output) for output in graph.outputs]
     return {task: maker.lowered() for task, maker in makers.items()}
 
@@ -130,7 +130,7 @@ class _Maker:
     scalars: list[Scalar] = field(default_factory=list)
     bodies: list[Plan] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    reads: frozenset[Node] = frozenset()
+    moved_reads: frozenset[Node] = frozenset()
 
     def register_of(self, operand: Operand) -> int:
         return self.registers.setdefault(operand, len(self.registers))
@@ -162,7 +162,7 @@ class _Maker:
             size, table = node.attributes["size"], node.attributes["table"]
             gives, noun = tuple(map(self.register_of, node.outputs)), node.attributes.get("noun", IDS)
             return CheckIds(size, table, self._takes(node.inputs), gives, at(node.loc), after, noun)
-        if node in self.reads:
+        if node in self.moved_reads:
             keys = tuple(self.keys[ref] for ref in variables_read(node))
             return Read(keys, tuple(self.register_of(value) for value in node.outputs), after)
         if node.op is ops.xla_call:
@@ -219,7 +219,7 @@ class _Maker:
         }
         maker, share = _Maker(self.task, keys, programs=self.programs), _Share(node, self.task)
         maker.feeds = [maker.register_of(value) for position, value in enumerate(body.inputs) if share.takes(position)]
-        maker.reads = moved_reads(body)
+        maker.moved_reads = moved_reads(body)
         for inner in body.nodes:
             if not share.is_divided or self.task in tasks_of(inner):
                 maker.add(inner)

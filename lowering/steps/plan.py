@@ -159,7 +159,7 @@ class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
 Item = Call | CheckIds | Copy | Read | Send | Recv | UseResource | Branch | While | Scan
 
 
-class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True, rename={"register": "slot"}):
+class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """An initial number for `register`, as the bytes `data`."""
 
     register: int
@@ -167,7 +167,7 @@ class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True, rename={"regi
     data: bytes
 
 
-class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True, rename={"registers": "slots"}):
+class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """The items that one task runs in one step.
 
     `task`       the task this plan is for, such as `/job:ps/task:0`
@@ -175,8 +175,8 @@ class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True, rename={"regist
     `feeds`      registers filled from the caller's arguments, in order
     `fetches`    registers returned to the caller, in order
     `scalars`    registers filled with numbers of the program
-    `bodies`   the plans that branches and loops run, by index; they share the programs of the whole plan
-    `names`    name of each item in errors: its node, and the user's line
+    `bodies`     the plans that branches and loops run, by index; they share the programs of the whole plan
+    `names`      name of each item in errors: its node, and the user's line
     """
 
     task: str

@@ -34,7 +34,7 @@ class PayloadLayout:
         self.size_bytes, self._fill = 0, fill
         types = types if fill is None else types[:1]
         #: The shape of each array, and its dtype, number of elements and offset.
-        self._positions: list[tuple[tuple[int, ...], tuple[np.dtype[Any], int, int]]] = []
+        self._arrays: list[tuple[tuple[int, ...], tuple[np.dtype[Any], int, int]]] = []
         #: The indices of the arrays that do not stay NumPy arrays, with the function that converts each.
         self._converted: list[tuple[int, Callable[[Any], jax.Array]]] = []
         for index, (name, shape) in enumerate(types):
@@ -50,9 +50,9 @@ class PayloadLayout:
             if convert is not None:
                 self._converted.append((index, convert))
             start = aligned(self.size_bytes)
-            self._positions.append((shape, (dtype, math.prod(shape), start)))
+            self._arrays.append((shape, (dtype, math.prod(shape), start)))
             self.size_bytes = start + size_bytes
-        if fill is not None and (self.size_bytes == 0 or len(self._positions) != 1):
+        if fill is not None and (self.size_bytes == 0 or len(self._arrays) != 1):
             raise WireError(f"value sent by its first rows: expected an array with elements, got {types}")
 
     def values(self, buffer: bytes | bytearray | memoryview) -> list[Any]:
@@ -65,14 +65,14 @@ class PayloadLayout:
         if len(buffer) != self.size_bytes:
             raise WireError(f"the values take {self.size_bytes} bytes, but {len(buffer)} bytes came")
         # Not `np.ndarray(..., buffer)`: it would refer to the memory itself, which is freed at the end of `buffer`.
-        arrays: list[Any] = [np.frombuffer(buffer, *position).reshape(shape) for shape, position in self._positions]
+        arrays: list[Any] = [np.frombuffer(buffer, *of).reshape(shape) for shape, of in self._arrays]
         for index, convert in self._converted:
             arrays[index] = convert(arrays[index])
         return arrays
 
     def _counted(self, buffer: bytes | bytearray | memoryview, fill: int) -> list[Any]:
         """Return the whole array, of whose rows the first ones are in `buffer`, and their number, i32[]."""
-        [(shape, (dtype, _, _))] = self._positions
+        [(shape, (dtype, _, _))] = self._arrays
         row_bytes = self.size_bytes // shape[0]
         if len(buffer) % row_bytes or len(buffer) > self.size_bytes:
             raise WireError(

@@ -6,7 +6,7 @@ import msgspec
 
 from dflow.distributed.wire.messages.message import Message, Request
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Hello(Message, frozen=True):

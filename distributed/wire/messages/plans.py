@@ -10,9 +10,10 @@ from dflow.lowering.state.applied_steps import StepOfRun
 
 
 class Registered(Message, frozen=True):
-    """The handle that `RunPlan` uses for a registered plan.
+    """Answer to `RegisterPlan`: the handle that `RunPlan` uses; or which programs the task still needs.
 
-    `missing`  indices of the plan's programs that the task does not have: it is not registered, send it with these
+    `missing`  indices of the plan's programs that the task does not have: the plan is not registered, register it with
+               these
     """
 
     handle: int = 0

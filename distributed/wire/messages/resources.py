@@ -46,9 +46,9 @@ class Fed(Message, frozen=True):
 
 
 class GetFed(Request[Fed], frozen=True):
-    """Ask a queue which elements of a feed were put in.
+    """Ask a queue which elements of a feed were put in; or have it forget them.
 
-    `forget`  whether the queue then forgets them: the feed has ended, and no other goes on with it
+    `forget`  whether the queue forgets them: the feed has ended, and no other goes on with it
     """
 
     key: str

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import closing
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from dflow.distributed.collectives import jax_runtime
+from dflow.distributed.collectives import collectives, jax_runtime
+from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.transport.loopback import LOOPBACK, loopback
+from dflow.testing import memory_cluster
 from dflow.tracing.errors import StrategyError
 
 
@@ -66,3 +70,27 @@ def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_loopback_is_of_the_sixth_version_where_there_is_no_other() -> None:
     assert loopback(v4="127.0.0.1", v6="192.0.2.1") == "127.0.0.1"
     assert loopback(v4="192.0.2.1", v6="::1") == ("::1" if socket.has_ipv6 else "192.0.2.1")
+
+
+def test_a_process_whose_runtime_does_not_start_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        closed = False
+
+        def __init__(self, *_: object) -> None: ...
+
+        def close(self) -> None:
+            Group.closed = True
+
+    def unreached(*_: object) -> None:
+        raise StrategyError("no connection")
+
+    for name, stub in {"ProcessGroup": Group, "start_runtime": unreached, "refuse_late_start": lambda: None}.items():
+        monkeypatch.setattr(collectives, name, stub)
+    with memory_cluster() as memory, closing(memory.worker()) as worker:
+        monkeypatch.setattr(worker.coordinator, "ask", lambda *_: None)
+        monkeypatch.setattr(collectives, "parse_endpoints", lambda _: SimpleNamespace(main=None))
+        started = Collectives(worker)
+        with pytest.raises(StrategyError, match="no connection"):
+            started.start()
+        started.close()
+    assert not Group.closed
