@@ -36,7 +36,7 @@ class AheadRules:
 
     @property
     def most_begun(self) -> int:
-        """Number of steps that have begun ahead while the loop calls one."""
+        """Number of later steps that have begun ahead while the loop runs one."""
         return self.prefetch + 1
 
     def ahead(self, called: int, begun: int, *, is_numbered: bool) -> Ahead:
@@ -67,7 +67,10 @@ class AheadRules:
 
 
 def table(every: Iterable[AheadRules], workers: Sequence[int]) -> str:
-    """Return a table of rules: when step n of a worker begins, and the least `max_staleness` of so many workers."""
+    """Return a table with a row for each of the rules: when step n of a worker begins, reads and sends ids.
+
+    Its last columns have the least `max_staleness` for each number of `workers`.
+    """
     rows = [["prefetch", "lookahead", "begins in", "reads after", "ids leave in", *(f"workers={n}" for n in workers)]]
     for rules in every:
         begun = [rules.ahead(1, begun, is_numbered=True).after for begun in range(rules.most_begun)]

@@ -24,8 +24,8 @@ Wait = TypeVar("Wait")
 class Deadlines(Generic[Wait]):
     """Calls `expire` with each wait that is still pending `timeout_s` after it began, the oldest first.
 
-    pending  returns the waits that have not ended, each after the time when it expires; called with `lock`
-    expire   must end the wait, without `lock`
+    pending  returns a pair for each wait that has not ended: the time when it expires, and the wait; called with `lock`
+    expire   ends a wait; called without `lock`, and again later if the wait goes on. Its errors are logged
     """
 
     def __init__(
@@ -40,11 +40,14 @@ class Deadlines(Generic[Wait]):
         self._pending, self._expire = pending, expire
         self._clock, self._lock = clock, lock
         self._has_timer = False
-        #: Waits that expire until then have expired.
+        #: Time of the newest look: `expire` was called with the waits that expire until then.
         self._looked_s = -math.inf
 
     def begin(self) -> float:
-        """Return when a wait that begins now expires, by the clock. The caller has the lock, and adds the wait."""
+        """Return the time, by the clock, when a wait that begins now expires; start the timer if it does not run.
+
+        The caller has the lock, and adds the wait.
+        """
         if not self._has_timer:
             self._has_timer = True
             self._clock.after(self.timeout_s, self._look)

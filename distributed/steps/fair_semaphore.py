@@ -25,7 +25,7 @@ COMPILE_TIMEOUT_S = 600.0
 
 
 class FairSemaphore:
-    """Has at most `limit` holders, by default one for each core of this process; thread-safe."""
+    """A semaphore with at most `limit` holders, by default one for each core of this process; thread-safe."""
 
     def __init__(self, limit: int | None = None) -> None:
         self._lock = threading.Lock()
@@ -36,9 +36,9 @@ class FairSemaphore:
 
     @contextmanager
     def held_for(self, task: str) -> Iterator[None]:
-        """Acquire the semaphore for `task`, and release it when the context ends.
+        """Wait for the semaphore and acquire it for `task`; release it when the context ends.
 
-        raises  DeadlineExceeded after `COMPILE_TIMEOUT_S`; the error of `close`
+        raises  DeadlineExceeded after `COMPILE_TIMEOUT_S`; the error that was given to `close`
         """
         self._acquire(task)
         try:
@@ -47,7 +47,7 @@ class FairSemaphore:
             self._release()
 
     def close(self, error: DflowError) -> None:
-        """End the present and later waits with `error`."""
+        """Fail the present waits and all later acquisitions with `error`."""
         with self._lock:
             self._closed = error
             for waits in self._waiting.values():
@@ -70,7 +70,7 @@ class FairSemaphore:
             self._abandon(task, wait)
 
     def _abandon(self, task: str, wait: Future[None]) -> None:
-        """Raise DeadlineExceeded, unless the wait has ended after all."""
+        """Remove a wait and raise DeadlineExceeded, unless it has ended after all: then return or raise its error."""
         with self._lock:
             if wait.done():
                 wait.result()

@@ -42,7 +42,7 @@ class Offered(NamedTuple):
 
 
 class Outflow(Generic[Item]):
-    """The sending half of a task; `Item` is a value that can be sent later."""
+    """The sending half of a task's flow control; `Item` is a value that can be sent later."""
 
     def __init__(self, window_bytes: int) -> None:
         self._window = window_bytes
@@ -54,7 +54,10 @@ class Outflow(Generic[Item]):
         self.kept: dict[Offered, Item] = {}
 
     def pushes(self, destination: str, size_bytes: int) -> bool:
-        """Whether to push a value, which then counts until it is credited. If not, keep it and send an offer."""
+        """Reserve room in the destination's window and return true if a value may be pushed now.
+
+        If false, the caller keeps the value and sends an offer.
+        """
         after = self.untaken[destination] + size_bytes + COST_BYTES
         if after > self._window // self.senders:
             return False
@@ -62,16 +65,16 @@ class Outflow(Generic[Item]):
         return True
 
     def credit(self, destination: str, size_bytes: int) -> None:
-        """Note that `destination` has taken `size_bytes` of the pushed values."""
+        """Free `size_bytes` of the destination's window, with which it credits values that it has taken."""
         self.untaken[destination] = max(0, self.untaken[destination] - size_bytes)
 
     def forget(self, destination: str) -> None:
-        """Drop all transfers to `destination`, whose connection has ended."""
+        """Drop the offers to `destination`, whose connection has ended, and free its window."""
         del self.untaken[destination]
         self.end_all(lambda offer: offer.destination == destination)
 
     def end_all(self, concerns: Callable[[Offered], bool]) -> None:
-        """Drop the offers that `concerns` returns true of."""
+        """Drop the offers for which `concerns` returns true, and their values."""
         for offer in [offer for offer in self.kept if concerns(offer)]:
             del self.kept[offer]
 
@@ -81,7 +84,7 @@ Reaction = tuple[str, Credit | Pull]
 
 
 class Inflow:
-    """The receiving half of a task."""
+    """The receiving half of a task's flow control; its methods return the messages to send."""
 
     def __init__(self, window_bytes: int) -> None:
         self._window = window_bytes
@@ -112,12 +115,12 @@ class Inflow:
         self._held.setdefault(step, {})[edge] = source, size_bytes
 
     def taken(self, step: StepId, edge: str) -> list[Reaction]:
-        """Count a waiting value as taken."""
+        """Record that a held value, if any, was taken; return the credit for it as `used` does."""
         value = self._held.get(step, {}).pop(edge, None)
         return self.used(*value) if value is not None else []
 
     def used(self, source: str, size_bytes: int) -> list[Reaction]:
-        """Credit a pushed value that was taken or dropped, perhaps later together with others."""
+        """Owe `source` credit for a pushed value that was taken or dropped; return its credit if enough is owed."""
         owed = self._owed.get(source, 0) + size_bytes + COST_BYTES
         if owed < self._window // self.senders // CREDITED_PART:
             self._owed[source] = owed
@@ -128,7 +131,10 @@ class Inflow:
     def offer(
         self, source: str, step: StepId, edge: str, size_bytes: int, *, is_awaited: bool, is_open: bool
     ) -> list[Reaction]:
-        """Handle an offer of `source`: request the value if `is_awaited`, decline it if the step is not `is_open`."""
+        """Record an offer of `source`: request its value if `is_awaited`, once it fits the window.
+
+        Decline the offer if the value is not awaited and the step is not `is_open`.
+        """
         if is_awaited:
             self._queued[step, edge] = source, size_bytes
             return self._requests()
@@ -138,7 +144,7 @@ class Inflow:
         return []
 
     def awaited(self, step: StepId, edge: str) -> list[Reaction]:
-        """Request the value, which an op now waits for, if it was offered."""
+        """Request a value for which an op now waits, if it was offered; later if it does not fit the window now."""
         offered = self.unanswered.get(step, {}).pop(edge, None)
         if offered is None:
             return []
@@ -146,11 +152,11 @@ class Inflow:
         return self._requests()
 
     def pulled(self, step: StepId, edge: str) -> list[Reaction]:
-        """Count a requested value that arrived, which makes room for others."""
+        """Record that a requested value has arrived; request others that fit the window now."""
         return self._requests() if self._end_request(step, edge) else []
 
     def ended(self, step: StepId) -> list[Reaction]:
-        """Credit and decline what remains of a step, which is dropped."""
+        """Drop a step: credit its held values, decline its offers, and request other values that fit the window now."""
         if not (self._held or self.unanswered or self._queued or self._requested):
             return []
         credits = [one for held in self._held.pop(step, {}).values() for one in self.used(*held)]
@@ -170,7 +176,10 @@ class Inflow:
         return [step for step in found if step.origin == origin]
 
     def forget(self, source: str) -> list[Reaction]:
-        """Forget `source`, whose connection has ended: its values are no longer credited, its offers are void."""
+        """Forget the values, offers and credit of `source`, whose connection has ended.
+
+        Request values of other tasks that fit the window now.
+        """
         self._owed.pop(source, None)
         by_key: list[dict[Any, tuple[str, int]]] = [*self._held.values(), *self.unanswered.values(), self._queued]
         for values in by_key:
@@ -181,7 +190,7 @@ class Inflow:
         return self._requests()
 
     def _requests(self) -> list[Reaction]:
-        """Request the oldest awaited offers that fit the window, at least one if none is requested."""
+        """Request the oldest awaited values that fit the window, at least one if no requested value is on its way."""
         found = []
         while self._queued:
             (step, edge), (source, size_bytes) = next(iter(self._queued.items()))

@@ -52,7 +52,8 @@ class Peers:
     """Connections from the task `name` to the other tasks of the cluster; thread-safe.
 
     `connect_timeout_s`, `reach_timeout_s`  see `TaskSettings`
-    `submit`  runs a function of a task's name on a thread that may wait
+    `on_opened`  called with each connection that this task opened
+    `submit`     calls the given function with a task's name, on a thread that may wait
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Peers:
         self._note = note
         self._on_opened = on_opened
         self._introduction: Introduce | None = None
-        #: Version of the roster with the newest death that all other tasks know this task to know of.
+        #: The `roster` of the newest introduction that was sent over all open connections.
         self.introduced_at = 0
         self._lock = threading.Lock()
         self._book: dict[str, _Entry] = {}
@@ -102,7 +103,10 @@ class Peers:
                 entry.peer.close(_GONE)
 
     def introduce(self, message: Introduce) -> None:
-        """Introduce this task by a new message, over open connections now and over later ones."""
+        """Send `message` over all open connections, and first over each later one.
+
+        Does nothing if it equals the present introduction.
+        """
         with self._lock:
             if message == self._introduction:
                 return
@@ -114,7 +118,7 @@ class Peers:
         self.introduced_at = message.roster
 
     def get(self, task: str) -> Peer:
-        """Return the connection to `task`, opened if needed.
+        """Return the connection to `task`; opens it if needed, which may take until `reach_timeout_s`.
 
         raises  TaskLost if no such task is in the cluster, or it leaves or cannot be reached during the attempt;
                 WireError and SecurityError as `Transport.connect`
@@ -147,7 +151,10 @@ class Peers:
         return None if peer is None or peer.closed else peer
 
     def when_connected(self, task: str, call: OnConnected) -> None:
-        """Connect `task` on another thread unless it is connected, then call `call` there."""
+        """Connect `task` on another thread if needed, then call `call` there, with None or the error.
+
+        If no thread can be started, calls it with TaskLost on this thread.
+        """
         with self._lock:
             waiting = self._connecting.setdefault(task, [])
             waiting.append(call)
@@ -193,9 +200,10 @@ class Peers:
         return sum(entry.peer is not None and not entry.peer.closed for entry in book)
 
     def adopt(self, peer: Peer) -> None:
-        """Use a connection that a task opened also for messages to that task, unless this one has opened another.
+        """Use a connection that another task opened for messages to it as well, and introduce this task over it.
 
-        An earlier connection that the task opened has ended there, though this task may not know it yet.
+        Closes an earlier connection that the other task opened: it has ended there, though this task may not know it
+        yet. Does nothing if this task has opened one itself, or the address book lacks the other task.
         """
         with self._lock:
             entry = self._book.get(peer.name)
@@ -245,7 +253,10 @@ class Peers:
         raise self._gone_meanwhile(task, entry)
 
     def _introduce(self, entry: _Entry, peer: Peer) -> Peer:
-        """Keep a new connection after this task has introduced itself over it; then other threads may use it."""
+        """Introduce this task over a new connection, then keep it, for other threads too, and return it.
+
+        raises  TaskLost if the connection has ended
+        """
         sent = None
         while entry.peer is not peer or sent != self._introduction:
             sent = self._introduction

@@ -34,7 +34,7 @@ MAX_COUNT = 1 << 31
 
 
 def check_step_of_run(step: StepOfRun) -> None:
-    """Raise WireError for a step that no run of a worker has."""
+    """Raise WireError unless the numbers and sizes of a step's identity are within their limits."""
     if len(step.unfinished) > MAX_UNFINISHED:
         raise WireError(
             f"run {step.run[:64]!r}: expected at most {MAX_UNFINISHED} steps that a process began and that failed, got "
@@ -46,7 +46,7 @@ def check_step_of_run(step: StepOfRun) -> None:
 
 
 def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:
-    """Raise WireError unless `task` can run `plan` and its bodies, given this number of programs."""
+    """Raise WireError unless `plan` is of `task`, and its indices and bodies fit it and this number of programs."""
     if depth > MAX_DEPTH:
         raise WireError(f"nested bodies of a plan: expected at most {MAX_DEPTH} levels, got more")
     if plan.task != task:
@@ -106,7 +106,7 @@ def _check_stacked(item: Scan) -> None:
 
 
 def check_from_peer(plan: Plan) -> None:
-    """Raise WireError unless a task may run for a peer a plan that passed `check_plan`."""
+    """Raise WireError unless the names, scalars, ops and order of a peer's plan are valid; after `check_plan`."""
     for body in plan.bodies:
         check_from_peer(body)
     if plan.names and len(plan.names) != len(plan.items):
@@ -152,7 +152,7 @@ def _check_scalar(scalar: Scalar) -> None:
 
 
 def _check_filled_once(plan: Plan) -> None:
-    """Raise WireError when two of the items, feeds and numbers fill one register."""
+    """Raise WireError when two of the items, feeds and scalars fill one register."""
     filled = [*dict.fromkeys(plan.feeds), *(scalar.register for scalar in plan.scalars)]
     filled += [register for item in plan.items for register in gives(item)]
     if twice := [register for register, count in Counter(filled).items() if count > 1]:

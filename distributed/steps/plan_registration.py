@@ -27,8 +27,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 def start_registration(peer: Peer, lowered: Lowered, export: Callable[[Discharged], bytes]) -> Callable[[float], int]:
     """Send a plan to a task; return a function that waits for its handle, given the longest wait in s.
 
-    export   returns the bytes of a program, those of equal ones once
-    raises   TransportClosed when the connection has ended; the function also the task's error and DeadlineExceeded
+    export   returns the bytes of an exported program
+    raises   TransportClosed when the connection has ended; the function raises this, the task's error, and
+             DeadlineExceeded
     """
     blobs = [*map(export, lowered.functions)]
     names = tuple(hashlib.sha256(blob).digest() for blob in blobs)
@@ -36,7 +37,7 @@ def start_registration(peer: Peer, lowered: Lowered, export: Callable[[Discharge
     answer: Future[int] = Future()
 
     def asked(reply: Outcome[Reply[Registered]]) -> None:
-        """Send the programs that the task lacks. Runs on a reader thread."""
+        """Send the programs that the task lacks; else pass on its handle or error. Runs on a reader thread."""
         if isinstance(reply, BaseException) or not reply.message.missing:
             registered(reply)
             return

@@ -69,7 +69,10 @@ class PlanRegistry:
         return len(self._plans)
 
     def get(self, handle: int) -> Executable:
-        """Return the plan of a handle; raises TaskLost if it was not registered with this process of the task."""
+        """Return the plan of a handle.
+
+        raises  TaskLost if it was not registered with this process of the task; InternalError if it was released
+        """
         found = self._plans.get(handle)
         if found is None and self._first <= handle < self._next:
             raise InternalError(f"{self._task} was asked to run plan {handle}, which was released")
@@ -82,7 +85,7 @@ class PlanRegistry:
         return found.executable
 
     def add(self, plan: Plan, programs: Sequence[Program]) -> int:
-        """Keep a plan whose programs are already compiled; return its handle."""
+        """Keep a plan whose programs are already compiled; return its handle. Raises WireError as `check_plan`."""
         check_plan(plan, self._task, len(programs))
         registered = _Registered(Executable(plan, programs))
         with self._lock:
@@ -94,7 +97,10 @@ class PlanRegistry:
         return handle
 
     def release(self, handle: int) -> None:
-        """Undo one registration of a plan; the last one drops the plan. Its programs stay for a while."""
+        """Undo one registration of a plan; the last one drops the plan, whose programs stay for a while.
+
+        Ignores a handle without a plan.
+        """
         with self._lock:
             registered = self._plans.get(handle)
             if registered is None:
@@ -108,7 +114,7 @@ class PlanRegistry:
                 self._put_aside(registered.identity[1])
 
     def _put_aside(self, keys: Iterable[_ProgramKey]) -> None:
-        """Release the programs of a plan that was dropped, and evict the oldest unused ones."""
+        """Release the programs of a plan that was dropped, and evict the oldest unused ones beyond `MOST_UNUSED`."""
         for key in keys:
             self._uses[key] -= 1
             if key in self._programs:
@@ -120,6 +126,7 @@ class PlanRegistry:
     def add_encoded(self, message: RegisterPlan, payload: memoryview, sender: str) -> int:
         """Keep a plan that the task `sender` sent, and compile its programs; return its handle.
 
+        An equal plan is registered once more, under the same handle. Waits until the programs are compiled.
         raises  WireError if the plan is malformed or does not match its programs, or if a program is missing; what
                 loading a program and `FairSemaphore.held_for` raise
         """
@@ -150,11 +157,11 @@ class PlanRegistry:
             return known
 
     def program(self, blob: memoryview, sender: str) -> Program:
-        """Load a program that writes no variables, as `add_encoded` does."""
+        """Return a program that uses no variables, compiled like those of `add_encoded`."""
         return self._load((hashlib.sha256(blob).digest(), 0, 0), blob, sender)
 
     def missing(self, message: RegisterPlan) -> tuple[int, ...]:
-        """Indices of a plan's programs that were not sent with it and are not here. Raises WireError."""
+        """Indices of a plan's programs that were not sent with it and are not here. Raises WireError if malformed."""
         if all(message.program_sizes):
             return ()
         _, variables = self._checked(message)
@@ -166,7 +173,7 @@ class PlanRegistry:
             )
 
     def _checked(self, message: RegisterPlan) -> tuple[Plan, list[tuple[int, int]]]:
-        """Decode and check the plan; return it and the numbers of variables that each of its programs uses."""
+        """Return the decoded plan, and the variables that each program uses; see `_variables`. Raises WireError."""
         try:
             plan = _DECODER.decode(message.plan)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -186,7 +193,7 @@ class PlanRegistry:
         return loading.result(COMPILE_TIMEOUT_S)
 
     def _loaded(self, key: _ProgramKey, blob: memoryview) -> concurrent.futures.Future[Program]:
-        """Compile a program, unless another thread has begun to; return its future."""
+        """Compile a program, unless another thread has begun to; return its future, which also gets the error."""
         with self._lock:
             loading = self._programs.get(key)
             if loading is not None:
@@ -228,7 +235,7 @@ def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 
 
 def _variables(plan: Plan, programs: int) -> list[tuple[int, int]]:
-    """Number of variables that each program writes, and number that it only reads. Raises WireError."""
+    """Number of variables that each program writes, and that it only reads. Raises WireError if its calls differ."""
     found: dict[int, tuple[int, int]] = {}
     for item in calls_in(plan):
         used = len(item.writes), len(item.reads)

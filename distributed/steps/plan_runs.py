@@ -48,7 +48,7 @@ def owner_of(step: StepId) -> str:
 
 @dataclass(eq=False)
 class _Part:
-    """A run, from its begin to its end.
+    """The part of a step that this task runs, from its begin to its end.
 
     start     starts the run
     ahead     how it began before the call of its step; None if it did not
@@ -71,7 +71,7 @@ class PlanRuns:
     threads  runs each submitted function immediately, on a thread that may wait
     counts   number of ended plans by outcome
     updates  number of ended plans of asynchronous steps that changed variables
-    missed   number of updates of any step that ended while such a plan ran: the sum over these plans
+    missed   sum, over these plans, of the updates by any other step that ended while the plan ran
     """
 
     def __init__(self, task: str, store: Store, channel: TaskChannel, recorder: Recorder, threads: Executor) -> None:
@@ -104,9 +104,10 @@ class PlanRuns:
         ahead: Ahead | None = None,
         of: StepOfRun | None = None,
     ) -> None:
-        """Run a plan as the task's part of `step`, at most one a step; see `RunPlan` for the options.
+        """Start a plan as the task's only part of `step`, now or when the part of step `ahead.after` has ended.
 
-        on_done  called once, from any thread
+        See `RunPlan` for `ahead` and `of`. The plan may go on after the return.
+        on_done  called once, from any thread, with the fetches or the error that ended the plan
         raises   InternalError if the task runs a plan in this step, or another run begins after the same one;
                  StepCancelled if the step has ended here; StepEnded if `of` has ended on all tasks; TaskLost if the
                  task that started it has left, or `of` began before this task returned to a snapshot; WireError for a
@@ -144,7 +145,10 @@ class PlanRuns:
         return Begins.AHEAD if ahead.is_numbered else Begins.UNNUMBERED
 
     def release(self, step: StepId, of: StepOfRun | None = None) -> None:
-        """Let a part that began ahead change state; see `ReleaseStep`."""
+        """Let a part that began ahead change state; see `ReleaseStep`. Does nothing if there is no such part.
+
+        Cancels the part if its attempt `of` is refused, as `run` would raise.
+        """
         run = self._run_of(step)
         if run is not None:
             try:
@@ -170,7 +174,10 @@ class PlanRuns:
             run.cancel(StepCancelled(f"{self._task} is closed"))
 
     def cancel(self, step: StepId, error: BaseException) -> None:
-        """End the task's part of `step` with `error`, now or as soon as it begins."""
+        """End the task's part of `step`, and the waits of the step, with `error`.
+
+        If the part has not begun, `run` raises StepCancelled for it.
+        """
         # Cancel the run first, so that it ends with `error` and not with the channel's later refusal. Cancel again for
         # a run that began in between; none begins after `abort`.
         self._cancel_run(step, error)
@@ -178,7 +185,7 @@ class PlanRuns:
         self._cancel_run(step, error)
 
     def end_blocked(self, why: str) -> None:
-        """End the parts of steps of shared runs that may wait for a queue: the steps that they wait for are held back.
+        """Cancel the parts of shared runs' steps that may wait for a queue, since the steps that fill it are held back.
 
         The steps fail with TaskLost, and are done again after the return to a snapshot. `why` ends the error's text.
         """
@@ -195,7 +202,7 @@ class PlanRuns:
             run.cancel(error)
 
     def _do(self, executable: Executable, work: Callable[[], None]) -> None:
-        """Run work on this thread, unless it would have to wait for a variable."""
+        """Run work on this thread, or on another one if it would have to wait for a variable."""
         if executable.compiled.is_busy():
             self._threads.submit(work)
         else:
@@ -253,7 +260,10 @@ _QUEUE = _Queue()
 
 
 def run_soon(work: Callable[[], None]) -> None:
-    """Run `work` now, or when the callback that runs on this thread has returned. Faster than a `Mailbox`."""
+    """Run `work` on this thread: now, or within other work of `run_soon`, when that has returned.
+
+    Faster than a `Mailbox`. Raises what `work` raises, or work that was added meanwhile.
+    """
     if _QUEUE.work is not None:
         _QUEUE.work.append(work)
         return

@@ -117,7 +117,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return self._steps.setdefault(step, {})
 
     def count_from(self, origin: str, number: int) -> None:
-        """Treat steps of `origin` below `number` as ended, since earlier lives started them; drop their values."""
+        """Treat steps of `origin` below `number` as ended, since earlier lives started them; drop later values."""
         ended = self._ended[origin]
         ended.low = max(ended.low, number)
         ended.above = {above for above in ended.above if above >= ended.low}
@@ -140,7 +140,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return [(state.waiter, value)]
 
     def take(self, step: StepId, edge: str, source: str, waiter: Waiter) -> list[EndWait[Waiter, Value]]:
-        """Wait for the value that the task `source` sends; the wait ends now if the value is here, or cannot come."""
+        """Add a wait for a value that the task `source` sends; end it now if the value is here, or cannot come."""
         try:
             edges = self.begin(step)
         except DflowError as error:
@@ -174,11 +174,11 @@ class Rendezvous(Generic[Waiter, Value]):
         return opened is not None and isinstance(opened.get(edge), _Waiting)
 
     def is_open(self, step: StepId) -> bool:
-        """Whether the step has not ended here."""
+        """Whether the step has not ended here, and its origin is not lost."""
         return step in self._steps or not (step.origin in self._lost or self._has_ended(step))
 
     def expire(self, step: StepId, edge: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
-        """End a wait that has timed out; does nothing if it has ended."""
+        """End a wait, which has timed out, with `error`; does nothing if it has ended."""
         edges = self._steps.get(step, {})
         state = edges.get(edge)
         if not isinstance(state, _Waiting):
@@ -187,7 +187,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return [(state.waiter, error)]
 
     def finish(self, step: StepId) -> list[EndWait[Waiter, Value]]:
-        """End this task's part of the step and drop the rest."""
+        """End the step here: drop its values, also later ones, and end waits that are left with StepCancelled."""
         edges = self._steps.get(step)
         if edges and any(edges.values()):
             return self.abort(step, StepCancelled(f"{describe(step)} has ended"))
@@ -204,7 +204,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return [(state.waiter, error) for state in edges if isinstance(state, _Waiting)]
 
     def stop_waiting_for(self, source: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
-        """End the waits for values of `source` with `error`, since these may be lost."""
+        """End the present waits for values of `source` with `error`, since the values may be lost."""
         commands: list[EndWait[Waiter, Value]] = []
         for edges in self._steps.values():
             for edge, state in edges.items():
@@ -228,7 +228,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return commands
 
     def welcome(self, task: str) -> None:
-        """Accept steps and values of a task of this name again."""
+        """Accept steps and values of a lost task, or of a new one of its name, again."""
         self._lost.pop(task, None)
 
     def is_lost(self, task: str) -> bool:
@@ -236,7 +236,7 @@ class Rendezvous(Generic[Waiter, Value]):
         return task in self._lost
 
     def open_steps(self, origin: str) -> tuple[StepId, ...]:
-        """The steps of `origin` that have begun or hold something."""
+        """The steps of `origin` that have begun here or hold a value, and have not ended."""
         return tuple(step for step in self._steps if step.origin == origin)
 
     def waiters(self) -> list[Waiter]:

@@ -34,13 +34,13 @@ class RecoveringState:
         raise NotImplementedError
 
     def is_recovered(self, error: BaseException, failures: int, since: int | None = None) -> bool:
-        """Wait until no state of tasks is lost; return whether that is so, and what failed can be tried again.
+        """Wait until no state of tasks is lost; return whether the operation that failed can be tried again.
 
-        Within a step, returns False without waiting.
+        Returns false without waiting within a step, and after more than `MOST_FAILURES`.
 
         error     the error of a step or an enqueue, which gets a note if the state cannot be restored
-        failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
-                  coordinator may not know of a loss yet
+        failures  number of its failures in a row; if no state was lost, sleeps longer each time before it returns,
+                  since the coordinator may not know of a loss yet
         since     the epoch before the step or the enqueue began; by default that of now
         """
         if failures > MOST_FAILURES or is_in_step():
@@ -56,7 +56,7 @@ class RecoveringState:
         return True
 
     def retried(self, do: Callable[[], Result], errors: tuple[type[DflowError], ...] = (TaskLost,)) -> Result:
-        """Return `do()`, called again after one of `errors` as `is_recovered` says."""
+        """Return the result of `do`. After one of `errors`, call it again if `is_recovered`, else raise the error."""
         failures = 0
         while True:
             try:

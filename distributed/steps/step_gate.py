@@ -31,9 +31,10 @@ def is_in_step() -> bool:
 
 
 def uses_tasks() -> None:
-    """Note that the step of the caller, if it is in one, reads or changes state of tasks; not in a preparation.
+    """Keep the caller's step within the gate to its end, since it now reads or changes state of tasks.
 
-    Raises DeadlineExceeded if a pause lasts too long, after a preparation that failed.
+    Enters the gate, after a pause, if a preparation that failed has left it. Does nothing outside a step, and in a
+    preparation. Raises DeadlineExceeded if the pause lasts too long.
     """
     step = _step.get()
     if step is not None and not step.has_begun and threading.get_ident() not in _prepared:
@@ -42,7 +43,7 @@ def uses_tasks() -> None:
 
 
 def begins_parts() -> None:
-    """Like `uses_tasks`, and also in a preparation, which the step's part in the gate then ends.
+    """Like `uses_tasks`, but also in a preparation: enter the gate, and have pauses wait for the preparation too.
 
     Raises DeadlineExceeded if a pause lasts too long.
     """
@@ -54,9 +55,11 @@ def begins_parts() -> None:
 
 @contextmanager
 def preparing(name: str) -> Iterator[None]:
-    """Return the context of a trace and a compilation of the function `name`, which pauses do not wait for.
+    """Return the context of a trace and a compilation of the function `name`, which `prepared` then describes.
 
-    Unless the step of the caller has used tasks before. Raises DeadlineExceeded at the end if a pause lasts too long.
+    The caller's step leaves the gate, so that pauses do not wait for it, unless it has used tasks before. It enters
+    again at the end, unless an error ends the context. Raises DeadlineExceeded then if a pause lasts too long. Does
+    nothing within another such context.
     """
     thread, step = threading.get_ident(), _step.get()
     if thread in _prepared:
@@ -74,7 +77,7 @@ def preparing(name: str) -> Iterator[None]:
 
 
 def prepared() -> str:
-    """Describe what this process traces or compiles for its calls; empty if it does not."""
+    """Describe the functions that this process traces or compiles for its calls; empty if there are none."""
     names = [*_prepared.values()]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{PREPARES}{names[0]}{more}" if names else ""
@@ -98,7 +101,7 @@ class RunningStep:
     has_begun: bool = False
 
     def enter(self) -> None:
-        """Enter the gate, if the step is not within it, when it is open. Raises DeadlineExceeded."""
+        """Wait until the gate is open and enter it, unless the step is within it. Raises DeadlineExceeded."""
         if not self.is_counted:
             self.gate.enter_in_time(self.timeout_s)
             self.is_counted = True
@@ -117,7 +120,7 @@ class StepGate:
         self._task = task
         self._lock = threading.Lock()
         self._running = 0
-        #: Called when the last step ends, while the gate is closed.
+        #: Called when the last step ends, while the gate is closed; None while it is open.
         self._on_idle: Callable[[], None] | None = None
         self._waiting: list[Callable[[], object]] = []
 
@@ -130,7 +133,7 @@ class StepGate:
             on_idle()
 
     def open(self) -> None:
-        """Let the steps that wait begin, and later ones."""
+        """Let later steps begin, and call the `when_open` of each step that was held back."""
         with self._lock:
             self._on_idle = None
             waiting, self._waiting = self._waiting, []
@@ -138,7 +141,7 @@ class StepGate:
             begin()
 
     def enter(self, when_open: Callable[[], object]) -> bool:
-        """Return whether a step may begin now, and count it; if not, call `when_open` once, to try again then."""
+        """Count a step and return true if it may begin now; else call `when_open` once, when the gate opens."""
         with self._lock:
             if self._on_idle is None:
                 self._running += 1
@@ -147,7 +150,7 @@ class StepGate:
             return False
 
     def leave(self) -> None:
-        """Count a step that entered as ended."""
+        """Count a step that entered as ended; after the last one, call `on_idle` if the gate is closed."""
         with self._lock:
             self._running -= 1
             on_idle = self._on_idle if self._running == 0 else None
@@ -156,7 +159,7 @@ class StepGate:
 
     @contextmanager
     def step(self, timeout_s: float) -> Iterator[None]:
-        """Return the context of a step, entered when the gate is open. Raises DeadlineExceeded after `timeout_s`."""
+        """Return the context of a shared step, which begins when the gate is open; see `enter_in_time`."""
         step = RunningStep(self, timeout_s)
         step.enter()
         try:
@@ -170,7 +173,7 @@ class StepGate:
             step.leave()
 
     def enter_in_time(self, timeout_s: float) -> None:
-        """Count a step when the gate is open. Raises DeadlineExceeded after `timeout_s`."""
+        """Wait until the gate is open, and count a step. Raises DeadlineExceeded after `timeout_s`."""
         may_try, until_s = threading.Event(), 0.0
         while not self.enter(may_try.set):
             until_s = until_s or time.monotonic() + timeout_s

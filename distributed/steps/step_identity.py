@@ -20,10 +20,10 @@ _loops = itertools.count()
 
 
 class LoopSteps:
-    """The steps of a loop over the run `run`.
+    """Identities of the steps of a loop over the run `run`, which are the same for each attempt at a step.
 
     unfinished  the numbers of the run's steps that this process began and that have not ended; shared by its loops
-    epoch       returns the number of returns of all tasks to a snapshot
+    epoch       function that gives the number of times that all tasks have returned to a snapshot
     is_synchronous  as in `StepOfRun`
     """
 
@@ -40,7 +40,10 @@ class LoopSteps:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Return the context of an attempt at a step of the run."""
+        """Return the context of an attempt at step `number` of the run.
+
+        A step that ends with an error stays unfinished, except by StepEnded: another attempt has ended it.
+        """
         self._number, self._calls, self._epoch = number, 0, self._newest_epoch()
         token = CURRENT_STEPS.set(self)
         try:
@@ -58,11 +61,11 @@ class LoopSteps:
             CURRENT_STEPS.reset(token)
 
     def may_come_again(self, number: int) -> None:
-        """Note that a step may be done again, although it has ended without an error; its results are kept for that."""
+        """Count a step as unfinished, although it ended without an error, so that tasks keep its results."""
         self._unfinished.add(number)
 
     def are_over_before(self, number: int) -> None:
-        """Note that no step before `number` is done again."""
+        """Count all steps before `number` as finished: none of them is done again."""
         self._unfinished.difference_update([one for one in self._unfinished if one < number])
 
     def called(self) -> None:
@@ -70,22 +73,22 @@ class LoopSteps:
         self._calls += 1
 
     def of(self, number: int, call: int = 0) -> StepOfRun:
-        """Return the identity of a call in a step for other tasks."""
+        """Return the identity, for other tasks, of the call with number `call` in step `number`."""
         return StepOfRun(self.run, number, call, self.unfinished(number), self._epoch, self._is_synchronous)
 
     @property
     def current(self) -> StepOfRun:
-        """The identity of the newest call in the step for other tasks."""
+        """The identity, for other tasks, of the newest call in the present step."""
         return self.of(self._number, self._calls - 1)
 
     @property
     def own(self) -> OwnStep:
-        """The identity of the newest call in the step for this process."""
+        """The identity, for this process, of the newest call in the present step."""
         numbers = self._ended, self._calls - 1
         return OwnStep(self.own_run, *numbers, epoch=self._epoch, is_synchronous=self._is_synchronous)
 
     def unfinished(self, number: int | None = None) -> tuple[int, ...]:
-        """Return the numbers of the steps that have not ended, but `number`."""
+        """Return the numbers of the unfinished steps in order, without `number`."""
         return tuple(sorted(self._unfinished - {number})) if self._unfinished else ()
 
 

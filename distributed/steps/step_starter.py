@@ -36,7 +36,11 @@ def first_of_a_life() -> int:
 
 
 class StepParts:
-    """Calls `on_over` once, from any thread: with the first error, or with this task's outcome when all have ended."""
+    """The parts of a step on `tasks`.
+
+    Calls `on_over` once, from any thread: with the first error, or with this task's outcome when all parts have ended.
+    Without tasks, it is never called.
+    """
 
     def __init__(self, tasks: Iterable[str], on_over: Callable[[Outcome[Fetches]], None]) -> None:
         self._on_over = on_over
@@ -48,7 +52,7 @@ class StepParts:
 
     @property
     def running(self) -> list[str]:
-        """The tasks whose parts have not ended, by name."""
+        """The sorted names of the tasks whose parts have not ended; empty after an error."""
         with self._lock:
             return sorted(self._running)
 
@@ -60,7 +64,7 @@ class StepParts:
             raise_interrupt(outcome)
 
     def ended(self, task: str, outcome: Outcome[Fetches] | Reply[Ok]) -> None:
-        """Record that the part of `task` has ended; later calls after an error do nothing."""
+        """Record the end of the part of `task`; call `on_over` if it ends the step. Does nothing after the end."""
         with self._lock:
             if self.is_over:
                 return
@@ -76,7 +80,7 @@ class StepParts:
 
 
 def cancel_elsewhere(step: StepId, peers: Iterable[Peer], error: BaseException) -> None:
-    """Notify other tasks that their parts of a step are cancelled."""
+    """Have other tasks cancel their parts of a step, without waiting; ignores tasks that are gone."""
     message = CancelStep(step.origin, step.number, f"{type(error).__name__}: {error}")
     for peer in peers:
         with contextlib.suppress(DflowError):  # the task is gone, and its part with it
@@ -98,7 +102,7 @@ class StepStarter:
         return StepId(self._name, next(self._numbers))
 
     def peers(self, tasks: Iterable[str]) -> dict[str, Peer]:
-        """Return the connections to those of `tasks` that are other tasks; may block while connecting."""
+        """Return the connections to the other ones of `tasks`; may block while connecting. Raises TaskLost."""
         return {task: self._peers.get(task) for task in tasks if task != self._name}
 
     def start(
@@ -111,11 +115,11 @@ class StepStarter:
         ahead: Ahead | None = None,
         of: StepOfRun | None = None,
     ) -> StepParts:
-        """Start the plans `handles`, by task, on the other tasks of a step; `run_own` starts the one of this task.
+        """Start the plans `handles`, by task, on the other tasks of a step; return its parts. `run_own` completes them.
 
         on_over  gets the first error, also one in starting, or the outcome of this task's part when all have ended
-        ahead    start the plans with the next message to each task, and ahead of the call of the step, until which
-                 `cancel` leaves no trace of it; see `RunPlan`, also for `of`
+        ahead    start before the step is called, with the next message to each task; the step changes no state until
+                 the call, so `cancel` undoes it; see `RunPlan`, also for `of`
         """
         parts = StepParts(handles, on_over)
         try:
@@ -136,7 +140,7 @@ class StepStarter:
         *,
         ahead: Ahead | None = None,
     ) -> None:
-        """Run this task's part of a started step, unless that failed.
+        """Start this task's part of a started step, unless that is over. An error ends `parts` and is not raised.
 
         ahead  before `release_own`, do only what the feeds determine; see `Begins.OWN`
         """
@@ -149,7 +153,7 @@ class StepStarter:
             parts.ended(self._name, error)
 
     def cancel(self, step: StepId, peers: Iterable[Peer], error: BaseException) -> None:
-        """End all parts of a step with `error`."""
+        """End this task's part of a step with `error`, and have the tasks of `peers` cancel theirs."""
         self._runs.cancel(step, error)
         cancel_elsewhere(step, peers, error)
 
@@ -160,7 +164,7 @@ class StepStarter:
         on_end: Callable[[BaseException | None], None],
         of: StepOfRun,
     ) -> None:
-        """Run the plans `handles` as a new step, which is cancelled when a part fails; may block while connecting.
+        """Start the plans `handles` as a new step, which is cancelled when a part fails; may block while connecting.
 
         `on_end` is called once, from any thread: with None when all parts have ended, or with the first error. `of` is
         as in `RunPlan`.

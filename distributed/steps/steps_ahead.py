@@ -54,7 +54,7 @@ class BegunStep:
     """A step whose parts on other tasks have begun.
 
     of       its identity in the run, if it is numbered; else the call gives it the number
-    version  of its values, if the run's staleness is bounded; see `staleness`
+    version  version of its values, if the run's staleness is bounded; see `staleness`
     leaves   the leaves of the arguments with which this task's own part has begun; None if it has not
     """
 
@@ -75,7 +75,7 @@ class RegisteredStep:
     released_at_call  the tasks to release when a step that began ahead is called; None if it cannot begin ahead
     feeds             returns the feeds of this task's part, given the leaves of the arguments
     why_not_own       why this task's own part cannot begin ahead; empty if it can
-    name              of the function
+    name              name of the step's function
     signature         types of its arguments, as a text
     written           weak references to the variables that it writes
     """
@@ -143,17 +143,21 @@ class StepsAhead:
             return self._begun[0].version if self._begun else None
 
     def call_failed(self) -> None:
-        """Note that the newest call has failed, so that tasks may still be applying it."""
+        """Set `failed` to the newest call, which has failed: tasks may still apply its step."""
         self.failed = self._called
 
     def admitted(self, version: int, workers: int) -> None:
-        """Note that the next iteration may begin, after `version` steps of the run have ended, beside these workers."""
+        """Record that the next iteration was admitted, when `version` steps of the run had ended.
+
+        workers  number of workers of the run, which decides whether steps may begin ahead; see `AheadRules.why_not`
+        """
         self._version, self._why_not = version, self._rules.why_not(workers)
 
     @contextlib.contextmanager
     def iteration(self, steps: range, batches: tuple[Any, Any] | None = None) -> Iterator[None]:
         """Return the context of one iteration: the loop calls its step inside.
 
+        Cancels the steps begun ahead if the loop paused before the iteration, or fails in it.
         steps    the number of that step in the run, and those of the next steps of this loop, as far as they are known
         batches  the batch of this iteration and that of the next one, if it is known and should begin ahead
         """
@@ -177,8 +181,10 @@ class StepsAhead:
         self._took_s = self._ended_s - began_s
 
     def take(self, called: RegisteredStep, leaves: Sequence[Any] = ()) -> BegunStep | None:
-        """Return the step that was begun ahead for this call, if there is one; this counts as a call.
+        """Count a call of a step; release and return the step that was begun ahead for it, or return None.
 
+        Cancels the steps begun ahead if the loop calls another function, or passes other arrays than expected. Warns of
+        options without effect. Raises what `on_new` raises.
         leaves  the leaves of the arguments
         """
         if called is not self._last and called not in self._known:
@@ -222,8 +228,10 @@ class StepsAhead:
     def begin_more(
         self, step: StepId, peers: Mapping[str, Peer], called: RegisteredStep, leaves: Sequence[Any] = ()
     ) -> None:
-        """Begin the steps after `step`, which the loop has called; they leave with the next messages.
+        """Begin the loop's steps after `step` on other tasks, if the loop calls the same one as in the last iteration.
 
+        The start messages are sent with the next message to each task. Also begins this task's own part of the next
+        step if the next batch is known.
         leaves  the leaves of the arguments of the call
         """
         self._called = step, peers
@@ -251,7 +259,7 @@ class StepsAhead:
             self._begin_own(called, following_leaves)
 
     def _following(self, called: RegisteredStep, leaves: Sequence[Any]) -> Sequence[Any] | None:
-        """Return the leaves of the next call's arguments; None if they are not known, or of other types."""
+        """Return the leaves of the next call's arguments; None if unknown, which may warn, or of other types."""
         if self._batches is None:
             return None
         flat: list[tuple[list[Any], Any]] = [jax.tree_util.tree_flatten(batch) for batch in self._batches]
@@ -268,7 +276,10 @@ class StepsAhead:
         return found if all(map(_are_alike, leaves, found)) else None
 
     def _begin_own(self, called: RegisteredStep, leaves: Sequence[Any]) -> None:
-        """Begin this task's own part of the next step, with the arguments of its call."""
+        """Begin this task's own part of the next step, with the arguments of its call.
+
+        Does nothing if no step was begun ahead, or the next one has its number already.
+        """
         with self._lock:
             begun = self._begun[0] if self._begun else None
             if begun is None or begun.of is not None:
@@ -291,7 +302,10 @@ class StepsAhead:
             self._warn(f"{option}={getattr(self._rules, option)} has no effect: {why}")
 
     def state_changed(self) -> None:
-        """Cancel the steps begun ahead, since this process changed state, or waited for others that may have."""
+        """Cancel the steps begun ahead, since this process changed state, or waited for others that may have.
+
+        None begins until two iterations in a row have the same step again.
+        """
         # Where that happens in every iteration, none begins.
         self._start_over("this process changed state, or waited for other tasks")
 
@@ -301,7 +315,7 @@ class StepsAhead:
         self._last = None
 
     def cancel(self, why: str) -> None:
-        """Cancel the steps begun ahead."""
+        """Cancel the steps begun ahead, on all their tasks; `why` ends the text of their error."""
         with self._lock:
             self._cancels += 1
             cancelled = list(self._begun)
@@ -314,7 +328,7 @@ class StepsAhead:
 
 
 class NoSteps(StepsAhead):
-    """In place of a loop: the thread may run no step that other tasks take part in."""
+    """A stand-in for a loop where the thread may run no step with parts on other tasks: `take` raises StrategyError."""
 
     def __init__(self, why: str, remedy: str) -> None:
         self._error = why, remedy
@@ -325,7 +339,7 @@ class NoSteps(StepsAhead):
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether a plan for the one argument takes the other."""
+    """Whether a plan for one of two arguments also fits the other."""
     if type(one) is not type(other):
         return False
     if isinstance(one, jax.Array):

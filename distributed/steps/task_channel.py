@@ -65,7 +65,7 @@ class _Receiver(msgspec.Struct, frozen=True, eq=False):
     ends_s: float
 
     def end(self, outcome: Outcome[_Held]) -> None:
-        """End the wait; values from another task are checked and unpacked."""
+        """Call `deliver` with the outcome. Values from another task are unpacked; malformed ones become WireError."""
         if isinstance(outcome, memoryview):
             try:
                 outcome = self.layout.values(outcome)
@@ -122,8 +122,9 @@ class TaskChannel:
         self._senders: dict[str, Peer] = {}
 
     def send(self, step: StepId, edge: str, destination: str, values: Sequence[Sent]) -> None:
-        """Send `values` to `destination`; returns when they are computed and the connection has taken them, or offered.
+        """Send `values` to `destination`, or offer them if they exceed its window; waits until they are computed.
 
+        Returns when the connection has taken the message. Values for this task itself are delivered here.
         raises  NotConnected; TaskLost if the destination is not in the cluster; what sending raises
         """
         if destination == self._name:
@@ -172,7 +173,7 @@ class TaskChannel:
         *,
         has_deadline: bool = True,
     ) -> None:
-        """Call `deliver` once, with the values or with the error that ended the wait."""
+        """Call `deliver` once, now or later on any thread, with the values or with the error that ended the wait."""
         with self._lock:
             ends_s = self._deadlines.begin() if has_deadline else math.inf
             commands = self._rendezvous.take(step, edge, source, _Receiver(step, edge, source, layout, deliver, ends_s))
@@ -184,7 +185,7 @@ class TaskChannel:
             self._carry_out(commands, reactions)
 
     def arrived(self, message: Values, payload: memoryview, peer: Peer) -> None:
-        """Handle values from another task."""
+        """Deliver values from another task, or keep them until they are received, and credit the sender."""
         step, edge, source = StepId(message.origin, message.step), message.edge, peer.name
         self._recorder.append((self._recorder.clock(), RECEIVED, step, edge, source, len(payload), 0))
         with self._lock:
@@ -201,7 +202,7 @@ class TaskChannel:
         self._carry_out(commands, reactions)
 
     def offered(self, offer: Offer, peer: Peer) -> None:
-        """Handle an offer: another task keeps a value for this one."""
+        """Record an offer: request the value once an op waits for it; decline it if the step has ended."""
         step = StepId(offer.origin, offer.step)
         with self._lock:
             self._senders[peer.name] = peer
@@ -223,7 +224,7 @@ class TaskChannel:
             self._sent(step, pull.edge, peer.name, kept.count, len(kept.payload), began)
 
     def credited(self, credit: Credit, peer: Peer) -> None:
-        """Handle credit: another task has taken values pushed to it."""
+        """Free room in the window of a task, which credits values that it has taken."""
         with self._lock:
             self._outflow.credit(peer.name, credit.size_bytes)
 
@@ -238,7 +239,7 @@ class TaskChannel:
             self._rendezvous.count_from(self._name, number)
 
     def finish(self, step: StepId) -> None:
-        """End this task's part of the step."""
+        """End the step here as `Rendezvous.finish`, and decline the offers of its values."""
         with self._lock:
             commands = self._rendezvous.finish(step)
             reactions = self._inflow.ended(step)
@@ -246,7 +247,7 @@ class TaskChannel:
             self._carry_out(commands, reactions)
 
     def abort(self, step: StepId, error: BaseException) -> None:
-        """Abort the step; its waits end with `error`."""
+        """Abort the step: its waits end with `error`, and its values and offers are dropped."""
         with self._lock:
             commands = self._rendezvous.abort(step, error)
             reactions = self._inflow.ended(step)
@@ -254,7 +255,7 @@ class TaskChannel:
         self._carry_out(commands, reactions)
 
     def connection_lost(self, task: str, error: DflowError) -> None:
-        """End the waits for values of `task` with `error`, since these may be lost."""
+        """End the waits for values of `task` with `error`, since some may be lost; drop offers to and from it."""
         with self._lock:
             commands = self._rendezvous.stop_waiting_for(task, error)
             reactions = self._inflow.forget(task)
@@ -263,7 +264,10 @@ class TaskChannel:
         self._carry_out(commands, reactions)
 
     def task_left(self, task: str, error: DflowError) -> tuple[StepId, ...]:
-        """End the waits for values of `task`, and the steps it started, with `error`; return these steps."""
+        """End the waits for values of `task`, and the steps it started, with `error`; return these steps.
+
+        Drops offers to and from it, and refuses its steps and values until `task_joined`.
+        """
         with self._lock:
             steps = self._rendezvous.open_steps(task)
             commands = self._rendezvous.lose(task, error)
@@ -291,7 +295,7 @@ class TaskChannel:
             return self._rendezvous.is_lost(task)
 
     def oldest_wait(self) -> str:
-        """Describe the longest wait; empty when there is none."""
+        """Describe the longest wait that has a deadline; empty when there is none."""
         with self._lock:
             _, oldest = min(self._waits(), key=lambda wait: wait[0], default=(0.0, None))
         if oldest is None:
@@ -331,11 +335,11 @@ class TaskChannel:
             return self._rendezvous.statistics()
 
     def _waits(self) -> list[tuple[float, _Receiver]]:
-        """The waits that expire, each after the time when it does."""
+        """Pairs of the time when a wait expires and the wait, for those with a deadline."""
         return [(one.ends_s, one) for one in self._rendezvous.waiters() if one.ends_s < math.inf]
 
     def _kept(self) -> list[tuple[float, Offered]]:
-        """The offers that are not answered, each after the time when it expires."""
+        """Pairs of the time when an offer expires and the offer, for those that are not answered."""
         return [(kept.ends_s, offer) for offer, kept in self._outflow.kept.items()]
 
     def _expire(self, receiver: _Receiver) -> None:
