@@ -41,7 +41,7 @@ Describe = Callable[[str, float], str]
 
 @dataclass(frozen=True)
 class _BarrierArrival:
-    """An arrival that waits; `life` distinguishes tasks of the same name, `ask` is the request to answer."""
+    """An arrival that waits until `until_s`; `life` is that of its task, `ask` the request to answer."""
 
     ask: int
     life: int
@@ -58,14 +58,14 @@ class _Generation(msgspec.Struct, frozen=True):
 
 
 class _Passed(msgspec.Struct, frozen=True):
-    """The last generation that passed, and the life and number of each arrival by task."""
+    """The last generation that passed, and by task the life and the request number of its arrival."""
 
     generation: _Generation = _Generation()
     arrivals: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """The durable part of a barrier: its newest generation, the last that passed, and the last deadline."""
+    """The durable part of a barrier: its newest generation, the last that passed, and the latest deadline."""
 
     generation: _Generation
     passed: _Passed
@@ -116,7 +116,6 @@ class Barriers(CoordinatorPart):
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> Barriers:
-        """Make the part."""
         members = core.members
         watch = core.part(ProgressWatch)
         return cls(
@@ -141,15 +140,19 @@ class Barriers(CoordinatorPart):
         return self.arrive(received.at_s, received.ask, received.life, request, job)
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Remove tasks that have left."""
+        """Remove the tasks that left from all barriers; see `leave`."""
         return [reply for one in left for reply in self.leave(one.task, one.described)]
 
     def on_tick(self, at_s: float, core: CoordinatorCore) -> list[SendReply]:
-        """End the waits whose time is over."""
+        """Fail the arrivals past their deadline; see `tick`."""
         return self.tick(at_s)
 
     def arrive(self, at_s: float, ask: int, life: int, request: AwaitBarrier, job: str) -> list[SendReply]:
-        """Record the arrival of a live task of `job` at a barrier."""
+        """Record the arrival of a live task of `job` at a barrier: it may open the barrier, or pass it.
+
+        A repeated arrival at a passed barrier gets the same answer. An earlier arrival of the task that still waits is
+        refused with RemoteError.
+        """
         name, task = request.name, request.task
         barrier = self._barriers.setdefault(name, _Barrier(name, job, _Generation(self._forgotten)))
         barrier.job = job
@@ -170,11 +173,15 @@ class Barriers(CoordinatorPart):
         return None if found is None else (found.name, frozenset(found.missing()))
 
     def leave(self, task: str, why: str) -> list[SendReply]:
-        """Remove a task that left the cluster; `why` is a sentence for the errors."""
+        """Remove a task that left from all barriers; its own arrivals fail with TaskLost and `why`.
+
+        A barrier where it was missing may pass. A barrier where a member waits with `fails_on_leave` fails: all members
+        there get TaskLost.
+        """
         return [reply for barrier in self._barriers.values() for reply in self._leave(barrier, task, why)]
 
     def tick(self, at_s: float) -> list[SendReply]:
-        """Fail all arrivals past their deadline, and forget the barriers that are over."""
+        """Fail all arrivals past their deadline with DeadlineExceeded, and forget the barriers that are over."""
         replies = [reply for barrier in self._barriers.values() for reply in self._expire(barrier, at_s)]
         for name in [name for name, barrier in self._barriers.items() if barrier.is_over(at_s)]:
             self._forget(name)
@@ -196,7 +203,7 @@ class Barriers(CoordinatorPart):
         return replies
 
     def _close(self, barrier: _Barrier) -> None:
-        """End the generation, since no task waits in it; the late arrivals begin the next."""
+        """End the generation, in which no task waits; open the next one if there are late arrivals."""
         self._set(barrier, msgspec.structs.replace(barrier.generation, members=()))
         if barrier.waiting:
             self._open(barrier)

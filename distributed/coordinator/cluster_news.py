@@ -20,7 +20,7 @@ LONGEST_TEXT = 500
 
 
 class ClusterNews:
-    """The newest events of the cluster with these members."""
+    """The newest events of the cluster with the members `membership`."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -39,7 +39,7 @@ class ClusterNews:
                 self.add(at_s, command.kind, "", command.text)
 
     def since(self, request: GetEvents) -> ClusterEvents:
-        """Return the events that were asked for."""
+        """Return the kept events after number `since`; all of them if the coordinator has restarted since `start`."""
         identity = self._membership.identity
         start = f"{identity.cluster}/{identity.epoch}"
         since = request.since if request.start == start else 0
@@ -73,6 +73,6 @@ class ClusterNews:
             self.add(at_s, kind, task, f"{short_task_name(task)} {text}")
 
     def add(self, at_s: float, kind: str, task: str, text: str) -> None:
-        """Record an event."""
+        """Record an event, with its text cut to `LONGEST_TEXT`."""
         self._newest += 1
         self._kept.append(ClusterEvent(self._newest, at_s, kind, task, text[:LONGEST_TEXT]))

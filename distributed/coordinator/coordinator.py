@@ -74,7 +74,7 @@ class Coordinator(Handler):
 
     `jobs`         number of expected tasks by job
     `parts`        the classes of its parts, such as `coordinator_role.COORDINATOR_PARTS`
-    `store`        holds its state across restarts; closed with the coordinator
+    `store`        holds its state across restarts; closed with the coordinator, or when this raises
     `settings`     its timeouts
     `tick_s`       interval between ticks, which detect silent tasks; None leaves them to calls of `tick`
     `clock`        seconds since an arbitrary moment; after a restart its time goes on from the last write
@@ -96,7 +96,7 @@ class Coordinator(Handler):
         on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
         self._store = SurvivingStore(store or MemoryStore())
-        #: Commands that wait until the store has what they tell.
+        #: Commands that wait until the store has the changes that they depend on.
         self._held: list[Command] = []
         rows = self._store.load()
         self._state = CoordinatorState(jobs, settings or CoordinatorSettings(), rows, parts=parts)
@@ -133,7 +133,7 @@ class Coordinator(Handler):
             return self._state.status(self._clock() - self._started_s)
 
     def tick(self) -> None:
-        """Advance the state's time, so that deadlines take effect."""
+        """Have the state handle a tick, so that deadlines take effect."""
         self._mailbox.post(Ticked)
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Coordinator(Handler):
             self._store.close()
 
     def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        """Handle a request; see `transport.base.Handler`. A task may join only under its connection's name."""
+        """Have the state handle a request; raises SecurityError for a Join under another name than the connection's."""
         if isinstance(message, Join) and message.task != peer.name:
             raise SecurityError(f"{peer.name} asks to join as {message.task}; a task joins by its own name")
         with self._numbering:
@@ -153,13 +153,13 @@ class Coordinator(Handler):
         self._mailbox.post(lambda at_s: Asked(at_s, number, ask, message))
 
     def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
-        """Handle a notification."""
+        """Have the state handle a notification."""
         with self._numbering:
             number = self._number(peer)
         self._mailbox.post(lambda at_s: Told(at_s, number, message))
 
     def on_close(self, peer: Peer, reason: str) -> None:
-        """Note that a connection has ended."""
+        """Forget a connection that has ended, and have the state handle its end."""
         with self._numbering:
             number = self._number(peer)
             self._peers.pop(self._numbers.pop(peer))
@@ -172,7 +172,7 @@ class Coordinator(Handler):
         return self._numbers[peer]
 
     def _handle_arrived(self, arrived: deque[Callable[[float], Event]]) -> None:
-        """Handle all queued events; an error ends the coordinator, which drops later ones."""
+        """Handle all queued events; an error ends the coordinator. Drops the events if it has ended."""
         if self._closed.is_set():
             arrived.clear()
             return
@@ -185,7 +185,7 @@ class Coordinator(Handler):
             self._end_by_fault(f"it has failed: {type(error).__name__}: {error}")
 
     def _handle_all(self, arrived: deque[Callable[[float], Event]]) -> None:
-        """Handle all queued events, with one write for all of them."""
+        """Handle the events queued by now: write their changes together, then carry out their commands."""
         changes: list[Change] = []
         commands: list[Command] = []
         # Only the events queued by now: events that keep arriving must not delay the write.
@@ -201,7 +201,7 @@ class Coordinator(Handler):
             self._carry_out(command)
 
     def _written(self, changes: list[Change], commands: list[Command]) -> list[Command]:
-        """Write the changes; return the commands that may be carried out then."""
+        """Write the changes; return the commands to carry out now, and keep those that must wait in `_held`."""
         now_s = self._clock() - self._started_s
         if changes:
             changes.append(Change(_TIME, msgspec.msgpack.encode(now_s)))
@@ -262,9 +262,9 @@ def serve_coordinator(
     settings: CoordinatorSettings,
     metrics: str = "",
 ) -> int:
-    """Run a coordinator until `stop`, with metrics served at `metrics` unless empty; return the exit status.
+    """Run a coordinator until `stop` or a fault, with metrics at `metrics` unless empty; return the exit status.
 
-    The first line that it prints has its address.
+    The first line that it prints has its address. A fault goes to stderr.
     """
     coordinator = Coordinator(transport, address, jobs, parts=parts, store=store, settings=settings, on_fault=stop.stop)
     print(f"{LISTENING}{coordinator.address}", flush=True)

@@ -1,8 +1,8 @@
-"""What a part of a coordinator is: a subject's decisions, made by events that all parts hear of.
+"""Base of the parts of a coordinator: each decides for one subject, by events that all parts hear of.
 
-Why: the coordinator knows members, placement of variables and what comes of an event, and nothing of the subjects that
-it serves. A part has the handlers of its messages, and hears of members that join, leave or send heartbeats, and of
-time. `coordinator_role.py` lists the parts of the role; they hear of an event in that order.
+Why: the coordinator knows members, placement of variables and the commands of an event, and nothing of the subjects
+that it serves. A part has the handlers of its messages, and hears of members that join, leave or send heartbeats, and
+of time. `coordinator_role.py` lists the parts of the role; they hear of an event in that order.
 
 Invariants: a part is a pure function of events, and keeps what must last in `core.records`; it may use the parts that
 are listed before it (`core.part`).
@@ -33,10 +33,11 @@ Kind = TypeVar("Kind", bound="CoordinatorPart")
 class CoordinatorSettings:
     """Timeouts of a coordinator, in s.
 
-    `heartbeat_timeout_s`  a task without a heartbeat for this time has left; after a restart, the time to rejoin
-    `rejoin_s`             a task without a connection for this time has left
-    `holder_timeout_s`     a task that holds variables, queues or accumulators has left after this time without a
-                           heartbeat; before, it is away, and steps wait for it
+    `heartbeat_timeout_s`  a task without a heartbeat for this time has left, unless it is a holder; after a restart,
+                           the time to rejoin
+    `rejoin_s`             a task without a connection for this time has left, unless it is a holder
+    `holder_timeout_s`     a holder (a task that holds variables, queues or accumulators) has left after this time
+                           without a heartbeat; before, it is away, and steps wait for it
     `snapshot_every_s`     time between two snapshots of the state of all tasks; 0 for none
     `stall_timeout_s`      a busy task that has ended no step for this time is stalled, despite its heartbeats
     """
@@ -49,7 +50,7 @@ class CoordinatorSettings:
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    """How a message arrived: when, over which connection, and as which request; `life` is that of its speaker."""
+    """How a message arrived: when, over which connection, and as which request; `life` is its speaker's, or 0."""
 
     at_s: float
     peer: int
@@ -70,7 +71,7 @@ class CoordinatorPart:
     `copied`               class of the result of `copy`; None if a snapshot has nothing of the part
     `may_be_lost`          beginnings of the keys of its records whose newest changes may be lost; see
                            `CoordinatorState.waits`
-    `tells`                messages that tell of a record, and its key
+    `tells`                by class of message, the key of a record that must be written before the message is sent
     `moments`              moments for tests, by the class of a message or by the key of a record: see `moments.reach`
     """
 
@@ -87,27 +88,27 @@ class CoordinatorPart:
         return cls()
 
     def on_start(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """The coordinator has started."""
+        """React to the start of the coordinator."""
         return []
 
     def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """A task has joined, as the process `is_known` from before or as another one."""
+        """React to a task that joined; `is_known` if its process was a member of this cluster before."""
         return []
 
     def on_heartbeat(self, heartbeat: Heartbeat, received: Received) -> Sequence[Command]:
-        """A live task has sent a heartbeat."""
+        """React to a heartbeat of a live task."""
         return []
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Tasks have left, all at one time."""
+        """React to tasks that left, all at the same time."""
         return []
 
     def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Time has passed."""
+        """React to a tick, for instance by failing waits past their deadline."""
         return []
 
     def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """An event was handled by all parts: carry out the decisions that follow."""
+        """Decide what follows from an event, after all parts have reacted to it."""
         return []
 
     def holds_work(self, task: str) -> bool:
@@ -119,7 +120,7 @@ class CoordinatorPart:
         return ""
 
     def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
-        """Return its fields of a `Status`."""
+        """Return the part's fields of a `Status`, by name."""
         return {}
 
     # Snapshots.
@@ -129,31 +130,31 @@ class CoordinatorPart:
         return None
 
     def copy(self) -> msgspec.Struct | None:
-        """Return a copy of its state that returns with the state of the tasks, made while no step runs."""
+        """Return a copy of its state for a snapshot, or None without `copied`; called while no step runs."""
         return None
 
     def return_to(self, copy: Any) -> int:
-        """Return to a copy, of class `copied`; give the number of steps that are done again."""
+        """Set its state to a copy, of class `copied`; return the number of steps that are done again."""
         return 0
 
     @classmethod
     def records_of(cls, copy: Any, before: DurableRecords) -> Iterable[tuple[str, msgspec.Struct]]:
-        """Return the records, with their keys, of a new cluster that goes on from a copy; `before` has the old ones."""
+        """Return keys and records of the part in a cluster that goes on from a copy; `before` has the earlier ones."""
         return ()
 
     @classmethod
     def inherited(cls, rows: Mapping[str, bytes], parts: Sequence[type[CoordinatorPart]]) -> Mapping[str, bytes]:
-        """Return the records of a cluster that follows one with these `rows`, all of whose processes have ended."""
+        """Return the first records of a cluster after the one with the records `rows`, whose processes have ended."""
         return {}
 
 
 @dataclass
 class CoordinatorCore:
-    """What all parts of a coordinator share.
+    """Objects that all parts of a coordinator share.
 
     `jobs`        number of expected tasks by job
     `is_durable`  whether all changes are written; no snapshot is committed while some are not
-    `parts`       those that are made, in their order
+    `parts`       the parts made so far, in their order
     """
 
     settings: CoordinatorSettings
@@ -171,7 +172,7 @@ class CoordinatorCore:
         self.news = ClusterNews(self.members)
 
     def part(self, kind: type[Kind]) -> Kind:
-        """Return the part of this class."""
+        """Return the part of this class; raises InternalError if it is not made yet."""
         found = next((part for part in self.parts if isinstance(part, kind)), None)
         if found is None:
             raise InternalError(f"a coordinator has no {kind.__name__}: list it before the part that uses it")
@@ -182,17 +183,17 @@ class CoordinatorCore:
         return next((done for part in self.parts if (done := part.steps_done()) is not None), None)
 
     def copies(self) -> dict[str, bytes]:
-        """Return the copies of all parts that have one, by class, made while no step runs."""
+        """Return the encoded copies of all parts that have one, by class name; called while no step runs."""
         made = ((type(part).__name__, part.copy()) for part in self.parts)
         return {name: msgspec.msgpack.encode(copy) for name, copy in made if copy is not None}
 
     def return_to(self, copies: Mapping[str, bytes]) -> int:
-        """Return all parts to their copies; give the number of steps that are done again."""
+        """Set all parts to their copies; return the number of steps that are done again."""
         return sum(part.return_to(copy) for part in self.parts for copy in copies_of(type(part), copies))
 
 
 def copies_of(kind: type[CoordinatorPart], copies: Mapping[str, bytes]) -> Iterator[Any]:
-    """Yield the copy of a part, an empty one if there is none; nothing for a part that copies nothing."""
+    """Yield the decoded copy of a part, an empty one if `copies` has none; nothing for a part without `copied`."""
     if kind.copied is not None:
         encoded = copies.get(kind.__name__)
         yield kind.copied() if encoded is None else msgspec.msgpack.decode(encoded, type=kind.copied)

@@ -64,7 +64,7 @@ class CoordinatorState:
     `settings`  its timeouts
     `rows`      the rows that the Persists of this cluster's earlier coordinator wrote
     `parts`     the classes of its parts, in their order
-    `core`      what the parts share; another one once another cluster begins
+    `core`      objects that the parts share; replaced when another cluster begins
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CoordinatorState:
         self._has_lost_state = False
 
     def waits(self, command: Command, unwritten: Collection[str]) -> bool:
-        """Whether a command waits until the records of these keys are written, while the disk takes no writes.
+        """Whether a command must wait until the disk takes writes; `unwritten` are the keys of the records that wait.
 
         A record is lost if the coordinator's process ends before it is written, and tasks may know of it by then. A
         record of finished steps may be lost: the steps are claimed again, and tasks apply none twice. A record of the
@@ -165,7 +165,7 @@ class CoordinatorState:
         return [command for part in self.core.parts for command in part.on_start(started.at_s, self.core)]
 
     def _begin_anew(self, at_s: float) -> list[Command]:
-        """Begin another cluster, with what the parts keep of the one whose processes have all ended."""
+        """Begin another cluster, with the records that the parts inherit of the ended one; handle joins that waited."""
         rows = {key: row for kind in self._kinds for key, row in kind.inherited(self._rows, self._kinds).items()}
         changes, joining = replacing(self._rows, rows), self._take_joining()
         self._begin(rows)
@@ -195,7 +195,7 @@ class CoordinatorState:
         return [SendReply(received.ask, decided)] if isinstance(decided, Message) else [*decided]
 
     def _refusal(self, peer: int, message: Message) -> str:
-        """Why the message is not taken over this connection; empty when it is."""
+        """Return why the message does not count over this connection; empty when it does."""
         if message.is_open:
             return ""
         if not message.speaker:
@@ -287,9 +287,9 @@ class CoordinatorState:
         return self._follow(received.at_s, self._members.leave(received.at_s, leave.task, leave.reason))
 
     def _follow(self, at_s: float, decided: Sequence[MembershipCommand]) -> list[Command]:
-        """Tell the parts who has left, and return the commands.
+        """Have the parts react to the tasks that left; return their commands, after those of the membership.
 
-        The news of a death comes before the answers that depend on it; see `MemberGate`.
+        So the news of a death comes before the answers that depend on it; see `MemberGate`.
         """
         left = [command for command in decided if isinstance(command, ReleaseTask)]
         commands: list[Command] = [command for command in decided if not isinstance(command, ReleaseTask)]
@@ -304,7 +304,7 @@ REQUESTS.handles(GetEvents)(lambda state, request, received: state.core.news.sin
 
 
 def _bound(*tables: tuple[HandlerTable[Any, Received, Any], object]) -> dict[type[Message], Callable[..., Any]]:
-    """Return the handlers of all tables by class of message, each with the object that it is of."""
+    """Return the handlers of all tables by class of message, bound to their objects. Raises InternalError for two."""
     found: dict[type[Message], Callable[..., Any]] = {}
     for table, role in tables:
         for kind, handle in table.handlers.items():

@@ -45,7 +45,8 @@ class SqliteStore:
     """Records in the SQLite file at `path`, created if it does not exist.
 
     wait_s  longest wait for another process that has it open, in s
-    raises  ConfigError when another process has it open, it is damaged, or it is not a file of this format
+    raises  ConfigError when another process has it open, it cannot be written, it is damaged, or it is not a file of
+            this format
     """
 
     def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
@@ -120,7 +121,10 @@ class SqliteStore:
         return dict(self._database.execute("SELECT key, value FROM records").fetchall())
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Apply the changes in one transaction; raises OSError, and changes nothing, if the file cannot be written."""
+        """Apply the changes in one transaction.
+
+        raises  OSError, and changes nothing, if the file cannot be written, or was removed or replaced
+        """
         database = self._database
         try:
             if _identity(self._path) != self._file:
@@ -139,9 +143,9 @@ class SqliteStore:
             raise OSError(f"the coordinator's state could not be written to {self._path}: {error}") from error
 
     def renew(self, rows: Mapping[str, bytes]) -> None:
-        """Make these all records of the file, which is opened again, or made again if it is gone.
+        """Open the file again, or make it again if it is gone, and replace all its records by `rows`.
 
-        raises  OSError, and the file is as it was, when it cannot be written
+        raises  OSError, and the records are as they were, when it cannot be opened or written
         """
         self.close()
         try:
@@ -158,7 +162,7 @@ class SqliteStore:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the identity of a file; None if there is none."""
+    """Return the device and the inode of a file; None if there is none."""
     try:
         found = path.stat()
     except OSError:

@@ -28,7 +28,7 @@ class _Decision(msgspec.Struct, frozen=True):
 
 
 class _Office(msgspec.Struct, frozen=True):
-    """The elected task, the number of its life, and whether that has failed."""
+    """The elected task and its life; `vacant` if that life failed, so that another task may be elected."""
 
     task: str
     life: int
@@ -42,7 +42,6 @@ class Decisions(CoordinatorPart):
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> Decisions:
-        """Make the part."""
         return cls(core.records)
 
     def __init__(self, records: DurableRecords) -> None:

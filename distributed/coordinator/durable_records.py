@@ -33,7 +33,7 @@ class Change:
 
 
 class DurableRecords:
-    """The records of one coordinator.
+    """The records of one coordinator; `load` reads the initial ones, without later changes.
 
     `rows`  records written by an earlier process of the same coordinator
     """
@@ -62,11 +62,11 @@ class DurableRecords:
         return next((record for _, record in self.load(key, type(default))), default)
 
     def put(self, key: str, record: msgspec.Struct) -> None:
-        """Set or replace a record."""
+        """Set or replace a record, with the next `take_changes`."""
         self.changed[key] = _ENCODER.encode(record)
 
     def drop(self, key: str) -> None:
-        """Delete a record, if it exists."""
+        """Delete a record, if it exists, with the next `take_changes`."""
         self.changed[key] = None
 
     def take_changes(self) -> tuple[Change, ...]:
@@ -77,7 +77,7 @@ class DurableRecords:
 
 
 def replacing(rows: Iterable[str], new: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """Return the changes that replace the state's records, `rows` by key, by `new`; those of the shell stay."""
+    """Return the changes that replace the records with the keys `rows`, except the shell's, by `new`."""
     return {**dict.fromkeys(key for key in rows if not key.startswith(SHELL)), **new}
 
 

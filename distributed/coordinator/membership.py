@@ -73,7 +73,7 @@ class _LiveTask:
     `life`        number of its life
     `peer`        its connection; None if it has none
     `until_s`     its deadline, after which it is declared dead, or away if it is a holder
-    `reason`      reason for that
+    `reason`      reason why it has left, or is away, after its deadline
     `heard_at_s`  time of its last sign of life
     `is_away`     whether it was announced as away
     """
@@ -104,8 +104,8 @@ class Membership:
     """The tasks of one cluster, kept in `records`.
 
     `jobs`                 number of expected tasks by job
-    `heartbeat_timeout_s`  a task without a heartbeat for this time has left
-    `rejoin_s`             a task without a connection for this time has left
+    `heartbeat_timeout_s`  a task without a heartbeat for this time has left, unless it is a holder
+    `rejoin_s`             a task without a connection for this time has left, unless it is a holder
     `holder_timeout_s`     a holder without a heartbeat for this time has left
     """
 
@@ -152,7 +152,10 @@ class Membership:
         self._complete_at = self.version
 
     def start(self, at_s: float, cluster: str) -> None:
-        """Begin with the tasks of the records, which are away; a new cluster gets the id `cluster`."""
+        """Count a start of the coordinator; a new cluster gets the id `cluster`.
+
+        The live tasks of the records are away, and have `heartbeat_timeout_s` to rejoin.
+        """
         self.identity = ClusterIdentity(self.identity.cluster or cluster, self.identity.epoch + 1)
         self._records.put(_IDENTITY, self.identity)
         reason = f"it did not come back within {self._timeout_s:.1f} s of the coordinator's restart"
@@ -160,7 +163,10 @@ class Membership:
             self._live[task] = replace(live, until_s=at_s + self._timeout_s, reason=reason, heard_at_s=at_s)
 
     def join(self, at_s: float, peer: int, join: Join) -> list[MembershipCommand] | Failure:
-        """Take in or take back a task over the connection `peer`, or return why not, with both sides and the remedy."""
+        """Take in a task over the connection `peer`, or take it back; return a Failure if it may not join.
+
+        Another process under the name of a task without a connection replaces it: the earlier one has left.
+        """
         if self.is_live(join.task, peer):
             return []
         refusal = self._refusal(peer, join)
@@ -182,7 +188,7 @@ class Membership:
         return [*commands, *self.hear(at_s, join.task), *self._news()]
 
     def hear(self, at_s: float, task: str) -> list[Log | Broadcast]:
-        """Note a heartbeat of a live task."""
+        """Extend the deadline of a live task, and announce its return if it was announced as away."""
         live, reason = self._live[task], f"no heartbeat for {self._timeout_s:.1f} s"
         until_s = at_s + self._timeout_s
         self._live[task] = replace(live, until_s=until_s, reason=reason, heard_at_s=at_s, is_away=False)
@@ -191,11 +197,11 @@ class Membership:
         return self._announce(task, f"{short_task_name(task)} is back after {at_s - live.heard_at_s:.1f} s")
 
     def leave(self, at_s: float, task: str, reason: str) -> list[MembershipCommand]:
-        """Remove a live task that leaves voluntarily."""
+        """Record that a live task has left voluntarily, for `reason`."""
         return [*self._release([task], at_s, reason), *self._news()]
 
     def lose(self, at_s: float, peer: int, reason: str) -> None:
-        """Note the end of a connection: its task is away, and has `rejoin_s` to rejoin."""
+        """Record the end of a connection: its task, if it has one, is away, and has `rejoin_s` to rejoin."""
         task = self._names_of.pop(peer, None)
         if task is not None:
             live = self._live[task]
@@ -203,7 +209,7 @@ class Membership:
             self._live[task] = replace(live, peer=None, until_s=until_s, reason=live.reason if live.is_away else reason)
 
     def tick(self, at_s: float, holds_state: Callable[[str], bool] = lambda task: False) -> list[MembershipCommand]:
-        """Remove the tasks past their deadline, and publish the changes that wait for a tick.
+        """End the lives past their deadline, or announce a holder as away; publish the changes that wait for a tick.
 
         `holds_state`  whether a live task is a holder
         """
@@ -333,7 +339,7 @@ class Membership:
         return (*self.by_job().get(job, ()), *lost)
 
     def _excuse_pause(self, at_s: float) -> None:
-        """Extend all deadlines by a pause of the coordinator, which could handle no heartbeat meanwhile."""
+        """Extend all deadlines if the coordinator paused since the last tick, and could handle no heartbeat."""
         last_s, self._ticked_at_s = self._ticked_at_s, at_s
         pause_s = at_s - last_s if last_s is not None else 0.0
         if pause_s > max(LONG_PAUSE_S, self._timeout_s / 2):
@@ -412,7 +418,7 @@ class Membership:
         return commands
 
     def _drop(self, life: int) -> None:
-        """Remove a life that has left from the list."""
+        """Remove a life that has left from the list and the records."""
         info = self._joined.pop(life)
         self._changed_at.pop(life, None)
         self._dropped_at.append((self.version, life, self._joined_after.pop(life)))
@@ -426,7 +432,7 @@ class Membership:
         self._records.drop(f"{_LIFE}{life:012d}")
 
     def _changed(self, life: int) -> None:
-        """Record that the entry of a life has changed."""
+        """Make the next version of the roster, after a change of the entry of a life."""
         self._available = None
         self.version += 1
         self._changed_at.pop(life, None)

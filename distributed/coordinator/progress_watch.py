@@ -27,14 +27,13 @@ DUMP_PAUSE_S = 5.0
 
 
 class ProgressWatch(CoordinatorPart):
-    """The live tasks of one cluster, by the number of their life."""
+    """Detects the stalled tasks of one cluster, by their heartbeats."""
 
     requests: ClassVar[Requests[ProgressWatch]] = HandlerTable()
     notices: ClassVar[Notices[ProgressWatch]] = HandlerTable()
 
     @classmethod
     def of(cls, core: CoordinatorCore) -> ProgressWatch:
-        """Make the part."""
         return cls(core.settings.stall_timeout_s)
 
     def __init__(self, stall_timeout_s: float) -> None:
@@ -46,7 +45,7 @@ class ProgressWatch(CoordinatorPart):
         self._busy_since_s: dict[int, float] = {}
 
     def status(self, core: CoordinatorCore) -> dict[str, Any]:
-        """Return the newest heartbeats."""
+        """Return the newest heartbeat of each live task."""
         return {"health": tuple(health for _, health in sorted(self.health.items()))}
 
     @requests.handles(GetHealth)
@@ -61,7 +60,7 @@ class ProgressWatch(CoordinatorPart):
         return self._ask_for_dumps(received.at_s, message.why, members, received.peer) if is_its_own else []
 
     def on_heartbeat(self, heartbeat: Heartbeat, received: Received) -> list[Command]:
-        """Apply a heartbeat, and log the end of a stall."""
+        """Record a heartbeat, and log the end of a stall."""
         is_busy = bool(heartbeat.doing) or any(part.holds_work(heartbeat.task) for part in received.core.parts)
         stall_s = self.hear(received.life, received.at_s, heartbeat, is_busy)
         return [] if stall_s is None else [Log(f"{short_task_name(heartbeat.task)} goes on after {stall_s:.1f} s")]
@@ -83,7 +82,7 @@ class ProgressWatch(CoordinatorPart):
         return [*(Log(text, "stalled") for text in texts), *dumps]
 
     def _ask_for_dumps(self, at_s: float, why: str, members: Membership, asker: int | None = None) -> list[Command]:
-        """Make all live tasks dump their newest events, once for a stall that many tasks report at the same time."""
+        """Have all live tasks but `asker` dump their newest events, unless they did so within `DUMP_PAUSE_S`."""
         if self._dumped_at_s is not None and at_s - self._dumped_at_s < DUMP_PAUSE_S:
             return []
         self._dumped_at_s = at_s
@@ -104,7 +103,7 @@ class ProgressWatch(CoordinatorPart):
         return Health(at_s, self.health.get(members.life(task)), "")
 
     def hear(self, life: int, at_s: float, heartbeat: Heartbeat, is_busy: bool) -> float | None:
-        """Apply a heartbeat; return the duration of the stall that it ends, None if it ends none."""
+        """Record a heartbeat; return the duration of the stall that it ends, None if it ends none."""
         last = self.health.get(life)
         if last is not None and last.steps == heartbeat.steps and is_busy and life in self._busy_since_s:
             self.health[life] = replace(last, heard_at_s=at_s, doing=heartbeat.doing)

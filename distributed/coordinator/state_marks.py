@@ -28,7 +28,10 @@ class _Revision(msgspec.Struct, frozen=True):
 
 
 class StateMarks:
-    """The marks of one cluster's state, kept in `records`."""
+    """History of the coordinator's starts and writes, kept in `records`.
+
+    It tells whether this state lacks changes that a client has seen.
+    """
 
     def __init__(self, records: DurableRecords) -> None:
         self._records = records

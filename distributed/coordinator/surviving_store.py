@@ -21,7 +21,7 @@ RETRY_S = 1.0
 
 
 class SurvivingStore:
-    """Writes to `store`; not thread-safe."""
+    """Writes to `store`, and keeps changes that it cannot write for a later attempt; not thread-safe."""
 
     def __init__(self, store: CoordinatorStore) -> None:
         self._store = store
@@ -33,11 +33,14 @@ class SurvivingStore:
         self._failed_s, self._retry_s = math.nan, -math.inf
 
     def load(self) -> Mapping[str, bytes]:
-        """Return all records."""
+        """Return all records, also those that are not written yet."""
         return dict(self._rows)
 
     def write(self, changes: Iterable[Change], at_s: float) -> bool:
-        """Write the changes, and earlier ones that could not be; return whether all are written."""
+        """Write the changes, with earlier ones that could not be written; return whether all are written.
+
+        After a failure, which is logged, it only keeps changes until `RETRY_S` later.
+        """
         changes = [*changes]
         apply_changes(self._rows, changes)
         self.pending.update((change.key, change) for change in changes)

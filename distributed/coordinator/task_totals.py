@@ -28,7 +28,7 @@ OTHERS = "all other edges"
 
 
 class TaskTotals(CoordinatorPart):
-    """The totals of one cluster."""
+    """The traffic and the costs of steps that the tasks of one cluster reported."""
 
     def __init__(self) -> None:
         #: The newest traffic of each live task, by life, and the sum of those that have left.
@@ -38,7 +38,7 @@ class TaskTotals(CoordinatorPart):
         self._heard: dict[str, tuple[int, Heartbeat, Heartbeat]] = {}
 
     def on_heartbeat(self, heartbeat: Heartbeat, received: Received) -> Sequence[Command]:
-        """Take the totals of a task."""
+        """Record the totals of a task."""
         life = received.life
         if heartbeat.traffic:
             self._traffic[life] = heartbeat.traffic
@@ -48,7 +48,7 @@ class TaskTotals(CoordinatorPart):
         return []
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Keep the traffic of tasks that have left, which report no more."""
+        """Add the traffic of tasks that have left to the sum of those."""
         for one in left:
             self._kept = _summed((*self._kept, *self._traffic.pop(one.life, ())))
         return []
@@ -73,7 +73,7 @@ class TaskTotals(CoordinatorPart):
 
 
 def largest(traffic: Sequence[EdgeTraffic], count: int = EDGES_TOLD) -> tuple[EdgeTraffic, ...]:
-    """Return the `count` edges with the most bytes; the others as one entry for each pair of tasks."""
+    """Return the `count` edges with the most bytes, and the others as one entry for each pair of tasks; or all."""
     known = [entry for entry in traffic if entry.edge != OTHERS]
     if len(known) <= count:
         return tuple(traffic)

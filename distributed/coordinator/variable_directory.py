@@ -34,13 +34,16 @@ class _Placement(msgspec.Struct, frozen=True):
 
 
 def placed_again(infos: Iterable[VariableInfo]) -> Iterator[tuple[str, msgspec.Struct]]:
-    """Yield the records of a new cluster's directory, with their keys, for this state of ended processes."""
+    """Yield keys and records for a new cluster's directory, where this state of ended processes counts as lost."""
     for number, info in enumerate(infos):
         yield _PLACED + info.name, _Placement(number, msgspec.structs.replace(info, process=info.process or _ENDED))
 
 
 class VariableDirectory:
-    """The placed variables of one cluster, kept in `records`."""
+    """The placed variables, queues and accumulators of one cluster, kept in `records`.
+
+    `has_snapshots`  whether snapshots of the state are made
+    """
 
     def __init__(self, members: Membership, records: DurableRecords, *, has_snapshots: bool = False) -> None:
         self._members = members
@@ -60,7 +63,7 @@ class VariableDirectory:
         self._next_number = 1 + max((placement.number for placement in known), default=-1)
 
     def place(self, request: PlaceVariable) -> Placed | Failure:
-        """Find or decide the variable's task.
+        """Return the task that holds the variable; choose it at the first request.
 
         Returns a Failure of kind VariableError when the name has another type or `near` is unknown, of kind
         DeviceError when there is no task to place it on, or it is on another task than `request.on`, and of kind
@@ -121,7 +124,7 @@ class VariableDirectory:
         return tuple(name for name, placement in self._placements.items() if placement.info.is_saved)
 
     def holders(self) -> tuple[str, ...]:
-        """Return the tasks whose state is in snapshots."""
+        """Return the tasks that hold state that snapshots have, or a run."""
         return tuple(dict.fromkeys(info.task for info in self.saved()))
 
     def saved(self) -> tuple[VariableInfo, ...]:
@@ -140,7 +143,7 @@ class VariableDirectory:
         return self._lost
 
     def restored(self, names: Collection[str]) -> None:
-        """Note that the present processes of their tasks hold this state, and all runs."""
+        """Record that the state `names`, and all runs, are held by the present processes of their tasks."""
         for name in [info.name for info in self.saved() if info.kind == "run" or info.name in names]:
             placement = self._placements[name]
             if self._members.process(placement.info.task):
@@ -154,7 +157,7 @@ class VariableDirectory:
         self._records.put(_PLACED + name, bound)
 
     def joined(self, task: str) -> None:
-        """Note that a task has joined; its first process holds everything placed on the task before."""
+        """Record that a task has joined; its first process holds everything placed on the task before."""
         self._lost = None
         for name in self._before_joining.pop(task, ()):
             placement = self._placements.get(name)
@@ -177,11 +180,11 @@ class VariableDirectory:
             self._before_joining[info.task].append(info.name)
 
     def variables(self) -> tuple[VariableInfo, ...]:
-        """Return every placed variable, in order of placement."""
+        """Return all that is placed, in order of placement: variables, queues, accumulators and runs."""
         return tuple(placement.info for placement in self._placements.values())
 
     def _loss(self, known: VariableInfo) -> str:
-        """Return the error for a variable whose process has left; empty while the process is there."""
+        """Return the error for state whose process has left; empty while the process is live, or has not joined yet."""
         now = self._members.process(known.task)
         if known.process in ("", now):
             return ""
