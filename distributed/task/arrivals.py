@@ -63,7 +63,10 @@ class RequestTable(HandlerTable[Part, RequestArrival, Handled]):
 
 
 def answer(handle: Answering, message: Message, arrival: RequestArrival, check: Callable[[Peer], None]) -> None:
-    """Answer a request with the result or the error of `handle`; `check` raises if the sender has left since."""
+    """Call the handler `handle` and answer the request with its result or its error; see `Handled` for the result.
+
+    check  raises if the sender has left since the request came; its error is the answer then
+    """
     try:
         check(arrival.peer)
         found = handle(message, arrival)
@@ -79,7 +82,7 @@ def answer(handle: Answering, message: Message, arrival: RequestArrival, check: 
 
 
 def answer_run(responder: Responder, outcome: Outcome[Fetches]) -> None:
-    """Answer a request to run a plan, which has ended."""
+    """Answer a request to run a plan with Ok, or with the error that ended the plan."""
     if isinstance(outcome, BaseException):
         responder.fail(outcome)
     else:
@@ -87,7 +90,7 @@ def answer_run(responder: Responder, outcome: Outcome[Fetches]) -> None:
 
 
 def answer_arrays(responder: Responder, outcome: Outcome[Fetches]) -> None:
-    """Answer a request with the arrays that a plan returned."""
+    """Answer a request with the arrays that a plan returned, or with the error that ended the plan."""
     try:
         infos, payload = encode_arrays(fetched(outcome))
     except BaseException as error:

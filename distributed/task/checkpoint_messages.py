@@ -1,4 +1,4 @@
-"""Saves, restores and evaluations of the variables that a task holds."""
+"""Messages to save, restore and evaluate the variables that a task holds."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class DividedVariable(msgspec.Struct, frozen=True):
 
 
 class CaptureVariables(Request[Ok], frozen=True):
-    """Take the values of variables at one moment and keep them until `EndCapture`; a save may capture again.
+    """Take the values of variables at one moment and keep them until `EndCapture`.
 
-    `number`  number of the capture, unique within `origin`
+    `number`  number of the capture, unique within `origin`; a second capture with it replaces the first
     """
 
     speaker = "origin"
@@ -97,7 +97,10 @@ class CapturedArrays(Message, frozen=True):
 
 
 class ReadCapture(Request[CapturedArrays], frozen=True):
-    """Read the values of `keys` from the capture shared under `name`."""
+    """Read the values of `keys` from the capture shared under `name`, and keep it until `EndShare` or a leave.
+
+    Answered without `origin` if there is no capture of that name.
+    """
 
     speaker = "reader"
 
@@ -107,7 +110,7 @@ class ReadCapture(Request[CapturedArrays], frozen=True):
 
 
 class EndShare(Request[Ok], frozen=True):
-    """The task needs the capture shared under `name` no longer."""
+    """End the reader's use of the capture shared under `name`; the end of its last use frees it."""
 
     speaker = "reader"
 
@@ -135,7 +138,7 @@ class ReadCheckpoint(Request[Ok], frozen=True):
 
 
 class EndRestore(Request[Ok], frozen=True):
-    """Set the variables to the values read for a restore, or with `is_set` false, discard these."""
+    """Set the variables to the values read for a restore, or with `is_set` false, discard the values."""
 
     speaker = "origin"
 

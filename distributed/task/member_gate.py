@@ -60,7 +60,10 @@ class MemberGate:
             self.members |= {peer}
 
     def introduced(self, peer: Peer, introduction: Introduce) -> None:
-        """Record the life that a connection belongs to, and the roster that its messages need."""
+        """Record the life that a connection belongs to, and the roster that its messages need.
+
+        Delivers or refuses its held messages if that roster is here.
+        """
         with self._lock:
             self.members -= {peer}
             self._introduced[peer] = introduction
@@ -68,7 +71,7 @@ class MemberGate:
             self._decide(peer)
 
     def closed(self, peer: Peer) -> None:
-        """Forget a connection that has ended."""
+        """Drop the held messages of a connection that has ended, which is no longer a member's."""
         with self._lock:
             self.members -= {peer}
             self._held.pop(peer, None)
@@ -93,14 +96,17 @@ class MemberGate:
             return info is not None and sent is not None and _life(info) == _life(sent)
 
     def refuse_departed(self, peer: Peer) -> None:
-        """Raise TaskLost if the life of a connection is over, which was a member's when its message came."""
+        """Raise TaskLost if the life that a connection belongs to has ended, since its message came or before."""
         with self._lock:
             why = self._refusal(peer) if peer in self._introduced else ""
         if why:
             raise self._error(why)
 
     def roster_changed(self, roster: Roster) -> None:
-        """Apply a roster: connections of lives that it does not list as live are no longer members."""
+        """Apply a roster: connections introduced for lives that it does not list as live are no longer members.
+
+        Held messages wait for `admit`.
+        """
         # Of several lives of a task, the newest.
         newest = {info.task: info for info in sorted(roster.tasks, key=lambda info: info.life)}
         with self._lock:
@@ -112,7 +118,7 @@ class MemberGate:
                 self._held[peer] = []
 
     def _has_died(self, info: TaskInfo) -> bool:
-        """Whether the last roster listed a life as live that has died by `info`, the newest of its task."""
+        """Whether a life that the last roster listed as live has died, by `info`, the newest entry of its task."""
         before = self._newest.get(info.task)
         if before is None or before.left_at_s is not None:
             return False
@@ -149,7 +155,7 @@ class MemberGate:
         return info is not None and _life(info) == _life(self._introduced[peer]) and info.left_at_s is None
 
     def _refusal(self, peer: Peer) -> str:
-        """Why messages of a connection are refused; empty for a member, and while a later roster may list its life."""
+        """Return why messages of a connection are refused; empty if its life is live, or newer than the roster."""
         sent, info, task = self._introduced.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
         if sent is None:
             return f"{task} has not joined it; join by dflow.connect()"

@@ -43,7 +43,10 @@ class RequestQueues:
         self._tasks: dict[str, _Requests] = {}
 
     def submit(self, task: str, work: Callable[..., object], *args: Any) -> None:
-        """Run `work(*args)`, a request of `task`. Raises RuntimeError if no thread can be started."""
+        """Run `work(*args)`, a request of `task`, on a thread: now, or when another request of the task has ended.
+
+        raises  RuntimeError if no thread can be started
+        """
         call = partial(work, *args)
         with self._lock:
             requests = self._tasks.get(task) or _Requests()
@@ -56,13 +59,13 @@ class RequestQueues:
             self._tasks[task] = requests
 
     def close(self) -> None:
-        """Drop the queued requests."""
+        """Drop the queued requests, without an answer."""
         with self._lock:
             for requests in self._tasks.values():
                 requests.waiting.clear()
 
     def _run(self, task: str, requests: _Requests, first: _Work) -> None:
-        """Run a request, and then the queued ones."""
+        """Run a request, and then queued ones of the task until there are none; log errors that they raise."""
         work: _Work | None = first
         del first  # it may have a large payload
         while work is not None:

@@ -62,7 +62,7 @@ class _SharedCapture:
 
 
 class TaskCheckpoints(TaskPart):
-    """What a task keeps for saves, restores and evaluations; for any thread."""
+    """The values that a task keeps for saves, restores and evaluations, and their requests; thread-safe."""
 
     requests: ClassVar[RequestTable[TaskCheckpoints]] = RequestTable()
 
@@ -183,7 +183,10 @@ class TaskCheckpoints(TaskPart):
 
     @requests.queued(ReadCheckpoint)
     def read(self, message: ReadCheckpoint, arrival: RequestArrival) -> None:
-        """Read values from a checkpoint and keep them until the restore ends. Raises CheckpointError."""
+        """Read values from a checkpoint and keep them until the restore ends. Raises CheckpointError.
+
+        Keeps nothing if the restore ends, or its task leaves, meanwhile.
+        """
         restore = message.origin, message.number
         with self._lock:
             self._read[restore] = None
@@ -210,7 +213,7 @@ class TaskCheckpoints(TaskPart):
 
     @requests.queued(EndRestore)
     def end(self, message: EndRestore, arrival: RequestArrival) -> None:
-        """Set the variables to the values read for a restore, or free the values."""
+        """Set the variables to the values read for a restore, or free the values. Raises TaskLost if none were read."""
         with self._lock:
             values = self._read.pop((message.origin, message.number), None)
         if not message.is_set:
@@ -220,7 +223,7 @@ class TaskCheckpoints(TaskPart):
         self._task.store.replace(values)
 
     def left(self, task: str) -> None:
-        """Free the values of saves and restores that a task began and will not end."""
+        """Free the values of saves and restores that a lost task began, and end its use of shared captures."""
         with self._lock:
             self._captured = {number: values for number, values in self._captured.items() if number[0] != task}
             self._read = {number: values for number, values in self._read.items() if number[0] != task}

@@ -49,7 +49,7 @@ class SavedResource(msgspec.Struct, frozen=True):
         return f"{self.created.name}\0{array}"
 
     def reopened(self) -> SavedResource:
-        """Return a queue as one that is not closed, and an accumulator as it is."""
+        """Return a copy in which a queue is open and has no failure; an accumulator is unchanged."""
         is_queue = isinstance(self.created.settings, QueueSettings)
         numbers = {**self.numbers, "is_closed": False, "failure": None} if is_queue else self.numbers
         return msgspec.structs.replace(self, numbers=numbers)
@@ -86,7 +86,7 @@ class TaskResources:
         self._store.resources[name] = made
 
     def saved(self) -> tuple[list[SavedResource], dict[str, Any]]:
-        """Return the resources that snapshots have, and their arrays by name."""
+        """Return a copy of each resource that is part of snapshots, and their arrays by name."""
         with self._lock:
             made = [checked for checked in self._made.values() if checked.created.is_saved]
         found: list[SavedResource] = []
@@ -130,7 +130,7 @@ class TaskResources:
         return self._held(name, HeldAccumulator, "accumulator")
 
     def fed(self, message: GetFed) -> Fed:
-        """Return, or forget, which elements of a feed were put into a queue; see `GetFed`.
+        """Return which elements of a feed were put into a queue; then forget them if the message says so.
 
         raises  DflowError if the queue is not held here
         """
@@ -187,7 +187,10 @@ class _Checked:
 
     @property
     def is_recorded(self) -> bool:
-        """See `HeldResource`: gradients of a round are given again, to the accumulators of the next opening."""
+        """Whether a repeated step skips its ops on this resource; see `HeldResource`.
+
+        False for the accumulators of rounds, to which a repeated step sends its gradients again.
+        """
         return self.created.is_saved
 
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
@@ -214,7 +217,7 @@ class _Checked:
         return sum(isinstance(type, ArrayType) for type in given)
 
     def _type_for(self, operands: Sequence[ArrayType]) -> HostType:
-        """The type to check an op with: without operands, open dimensions are 0, so that its results have a shape."""
+        """The type to check an op with; without operands its open dimensions are 0, so that results have a shape."""
         if not isinstance(self.type, QueueType) or operands:
             return self.type
         shapes = [tuple(dim or 0 for dim in component.shape) for component in self.type.components]
@@ -243,7 +246,10 @@ def _made(message: CreateResource) -> _Checked:
 
 
 def described(type: HostType, settings: QueueSettings | AccumulatorSettings) -> str:
-    """Describe a resource's type and settings, except the seed of a shuffle queue, which may be random."""
+    """Return a resource's type and settings as text, for errors and to compare: equal texts mean the same resource.
+
+    It leaves out the seed of a shuffle queue, which may be random.
+    """
     if isinstance(settings, AccumulatorSettings):
         return f"{type}, {settings.reduction.value}" + (f" of at most {settings.limit}" if settings.limit else "")
     least = f", {settings.min_after_dequeue} held back" if settings.min_after_dequeue else ""

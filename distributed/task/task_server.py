@@ -231,7 +231,10 @@ class TaskServer(Handler):
         return f"{describe(running[0])}{more}" + (f": {waits}" if waits else "")
 
     def stalled(self, why: str) -> str:
-        """Dump the newest events after a timeout; return the name of the file, as the end of an error."""
+        """Dump the newest events after a timeout, and call `on_stall`, so that other tasks dump theirs.
+
+        Returns a sentence with the name of the file, as the end of an error; empty if none was written.
+        """
         path = self._flights.dump(why) if self._flights is not None else ""
         self._on_stall(why)
         return f"\n  the last events of {short_task_name(self.name)} are in {path}" if path else ""
@@ -268,7 +271,10 @@ class TaskServer(Handler):
     # The other tasks.
 
     def roster_changed(self, roster: Roster) -> None:
-        """Apply a new roster. Waits on tasks that left fail now and are not retried."""
+        """Apply a new roster: call `task_left` for tasks that left or were started again, and close their connections.
+
+        Introduces this task to the others, and delivers or refuses held messages.
+        """
         live = {info.task: info for info in roster.tasks if info.left_at_s is None}
         gone = {info.task: info for info in roster.tasks if info.task not in live}
         with self._lock:
@@ -294,7 +300,10 @@ class TaskServer(Handler):
         self.member_gate.admit()
 
     def task_left(self, task: str, why: str) -> None:
-        """Handle the loss of a task: cancel the steps it started, and fail waits for its values with `TaskLost`."""
+        """Cancel the steps that a lost task started, and fail waits for its values with TaskLost.
+
+        Then calls `left` of each part.
+        """
         error = TaskLost(f"{task} has left the cluster: {why}")
         for step in self.channel.task_left(task, error):
             self.runs.cancel(step, error)
@@ -302,7 +311,10 @@ class TaskServer(Handler):
             part.left(task)
 
     def close(self) -> None:
-        """Cancel the running parts, stop listening and close every connection; a second call does nothing."""
+        """Cancel the running parts of steps, stop listening and close every connection; a second call does nothing.
+
+        Refuses or drops the requests that wait, and lets steps that wait for the gate begin, to fail there.
+        """
         for step in self.runs.steps():
             self.runs.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
         closes = TaskLost(f"{self.name} has left the cluster: it closes")
@@ -370,7 +382,10 @@ class TaskServer(Handler):
         self.channel.connection_lost(peer.name, error)
 
     def soon(self, work: Callable[..., object], *args: Any) -> None:
-        """Run work on a thread; ignored once the task is closed, or the process at its end."""
+        """Run work on a thread; does nothing once the task is closed, or the process ends.
+
+        raises  RuntimeError if the system starts no more threads
+        """
         try:
             self.threads.submit(work, *args)
         except RuntimeError as error:
@@ -463,7 +478,7 @@ class TaskServer(Handler):
         self.store.applied.end_steps(message.run, owner, message.unfinished)
 
     def refuse_for_another_process(self, name: str, process: str) -> None:
-        """Raise TaskLost when the coordinator placed `name` on another process of this task."""
+        """Raise TaskLost unless `process`, where the coordinator placed `name`, is this process or empty."""
         if process not in ("", self.process):
             text = f"{name!r} is placed on an earlier process of {short_task_name(self.name)}"
             raise TaskLost(f"{text}, which has been started again since", REMEDY)

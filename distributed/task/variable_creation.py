@@ -42,7 +42,11 @@ class VariableCreation(TaskPart):
 
     @requests.queued(CreateVariables)
     def create(self, message: CreateVariables, arrival: RequestArrival) -> VariablesCreated:
-        """Create the variables of a message. Raises WireError when its parts do not match."""
+        """Create the variables of a message that do not exist; see `VariablesCreated` for the answer.
+
+        A variable that cannot be created is an entry of `failures`. Raises WireError when the parts of the message do
+        not match.
+        """
         arrays, blobs = _parts(message, arrival.payload)
         reach("creation", self._task.name)
         programs = [partial(self._task.plans.program, blob, arrival.peer.name) for blob in blobs]
@@ -101,7 +105,7 @@ class VariableCreation(TaskPart):
 
 
 def _computed(variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[Callable[[], Program]]) -> Any:
-    """Return the result of the variable's calls."""
+    """Run the variable's calls and return the result. Raises WireError for a number that is out of range."""
     values = list(arrays)
     for call in variable.calls:
         operands = [_numbered(values, number, "value") for number in call.takes]
@@ -111,7 +115,7 @@ def _computed(variable: CreateVariable, arrays: Sequence[Any], programs: Sequenc
 
 
 def _parts(message: CreateVariables, payload: memoryview) -> tuple[Sequence[Any], Sequence[memoryview]]:
-    """Split the payload into the arrays and the exported programs."""
+    """Split the payload into the arrays and the exported programs. Raises WireError when it does not fit."""
     taken = [variable.arrays for variable in message.variables]
     if min((*taken, *message.program_sizes), default=0) < 0 or sum(taken) != len(message.arrays):
         raise WireError(

@@ -18,7 +18,10 @@ from dflow.tracing.state.resources import Variable
 
 
 def layout_of(variable: Variable) -> VariableLayout | None:
-    """Return the layout that the sharding of a variable asks for; None without one. Raises DeviceError."""
+    """Return the layout that the sharding of a variable asks for; None without one.
+
+    raises  DeviceError for a sharding that is not over an AbstractMesh with automatic axes
+    """
     sharding = variable.sharding
     if sharding is None:
         return None
@@ -36,7 +39,7 @@ def layout_of(variable: Variable) -> VariableLayout | None:
 
 
 def on_devices(layout: VariableLayout, name: str) -> NamedSharding:
-    """Return the sharding over this task's first devices. Raises DeviceError if it has fewer."""
+    """Return the sharding of variable `name` over this task's first devices. Raises DeviceError if it has fewer."""
     names, sizes = [axis for axis, _ in layout.mesh], [size for _, size in layout.mesh]
     devices, count = jax.local_devices(), math.prod(sizes)
     if not 0 < count <= len(devices):
