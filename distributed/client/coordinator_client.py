@@ -39,7 +39,11 @@ DESCRIBE_S = 1.0
 
 
 class CoordinatorClient:
-    """A connection to the coordinator at `address`, as `name`; `SessionDriver` documents its arguments and errors."""
+    """A connection to the coordinator at `address`, as `name`, opened by the constructor.
+
+    timeout_s  longest wait for the first connection
+    raises     what `SessionDriver.open` raises; see `SessionDriver` for the other arguments
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class CoordinatorClient:
         #: The task that has joined; empty before.
         self.task = ""
         self._heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(self.task)
-        #: Makes the calls of the session.
+        #: Clock of the session's timeouts and heartbeats.
         self.clock = clock or Timers("dflow coordinator link")
         self.session = SessionDriver(
             transport,
@@ -65,7 +69,7 @@ class CoordinatorClient:
             settings=settings or SessionSettings(),
             clock=self.clock,
         )
-        #: Send the coordinator a notification; does not wait, and is dropped during an outage.
+        #: Send the coordinator a notification; does not wait, and is dropped before `join` and during an outage.
         self.tell = self.session.tell
         self.session.open(timeout_s)
 
@@ -112,7 +116,7 @@ class CoordinatorClient:
         self.close(reason)
 
     def close(self, reason: str = "closed by this side") -> None:
-        """End the connection; a task that has joined then leaves with a fault. A second call does nothing."""
+        """End the connection for good; a task that has joined then leaves with a fault. A second call does nothing."""
         self.session.close(reason)
 
     # Requests.
@@ -121,8 +125,8 @@ class CoordinatorClient:
         """Send the coordinator a request, and return its answer.
 
         timeout_s  longest wait, by default that of the request: for a barrier, its own timeout
-        raises     the error that the coordinator answers with; DeadlineExceeded; InternalError for a request that only
-                   a task may send, before `join`
+        raises     what `SessionDriver.ask` raises; InternalError also for a request that only a task may send, before
+                   `join`
         """
         if message.speaker and not self.task:
             raise InternalError("the coordinator was asked for something that only a task may ask; join first")

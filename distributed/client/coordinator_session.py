@@ -33,10 +33,11 @@ REJOIN = 0
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Timeouts and pauses after the loss of the coordinator, in s.
+    """Timeouts of a session, in s, and its rule to rejoin.
 
-    `first_pause_s`    pause before the first attempt to reconnect; each later pause is twice as long
-    `longest_pause_s`  limit of the pauses
+    `first_pause_s`    longest pause before the first attempt to reconnect; the limit doubles for each later one, and a
+                       pause has 50 to 100 % of it
+    `longest_pause_s`  longest pause before any attempt
     `connect_s`        longest duration of each attempt
     `join_s`           longest wait for the answer to a Join; then the link counts as dead
     `give_up_s`        length of an outage after which the session ends
@@ -56,7 +57,7 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class OpenLink:
-    """Connect to the coordinator: `opened` or `open_failed` must follow."""
+    """Connect to the coordinator, and call `opened` or `open_failed` with the outcome."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class EndLink:
 
 @dataclass(frozen=True)
 class Settle:
-    """Pass the program its answer."""
+    """Pass the program the answer to its request `ask`, possibly a `Failure`."""
 
     ask: int
     message: Message
@@ -87,7 +88,7 @@ class Settle:
 
 @dataclass(frozen=True)
 class ShowRoster:
-    """Publish a newer roster."""
+    """Pass a newer roster to the program."""
 
     roster: Roster
 
@@ -107,10 +108,11 @@ SessionCommand = OpenLink | SendRequest | EndLink | Settle | ShowRoster | Warn
 
 
 class CoordinatorSession:
-    """One client of the coordinator, starting with its first `opened`.
+    """State machine of one client's session: events are methods, which return commands.
 
-    `who`          name of the coordinator in errors, with its address
-    `incarnation`  id of this life of the process, different from all others
+    It begins while the first link is being opened.
+    `who`          name and address of the coordinator, for errors
+    `incarnation`  unique id of this process
     """
 
     def __init__(self, *, who: str, incarnation: str, settings: SessionSettings = SessionSettings()) -> None:
@@ -143,7 +145,7 @@ class CoordinatorSession:
 
     @property
     def _is_in(self) -> bool:
-        """Whether requests other than a Join may be sent."""
+        """Whether there is a link over which requests other than a Join may be sent."""
         return self._link is not None and self._join_by_s is None
 
     @property
@@ -153,7 +155,7 @@ class CoordinatorSession:
 
     @property
     def wake_at_s(self) -> float | None:
-        """Time when the driver must call `wake`; None when no timeout is pending."""
+        """Time when the driver must call `wake`; None while the session waits for no time."""
         if self._ended is not None or self._is_opening:
             return None
         return self._open_at_s if self._link is None else self._join_by_s
@@ -167,7 +169,7 @@ class CoordinatorSession:
     # Links.
 
     def opened(self, at_s: float, link: int) -> list[SessionCommand]:
-        """A link to the coordinator was opened."""
+        """Use a link that was opened: send the Join of a task, or else the pending requests."""
         if self._ended is not None:
             return [EndLink(link, self._ended.text)]
         self._is_opening = False
@@ -178,19 +180,22 @@ class CoordinatorSession:
         return [*self._up(at_s), *self._send_all()]
 
     def open_failed(self, at_s: float, why: str) -> list[SessionCommand]:
-        """An attempt to open a link failed."""
+        """Handle a failed attempt to open a link: retry after a pause, or give up; warn at the start of an outage."""
         self._is_opening = False
         return [] if self._ended is not None else self._lost(at_s, why)
 
     def link_ended(self, at_s: float, link: int, reason: str) -> list[SessionCommand]:
-        """A link has ended; nothing more arrives over it."""
+        """Handle the end of a link: reconnect after a pause, and warn at the start of an outage.
+
+        Ignores a link that is not the present one.
+        """
         if link != self._link:
             return []
         self._link = None
         return self._lost(at_s, reason)
 
     def wake(self, at_s: float) -> list[SessionCommand]:
-        """The time `wake_at_s` has come."""
+        """Do what is due at `wake_at_s`: reconnect, give up, or end a link over which a Join was not answered."""
         if self._link is not None:
             is_dead = self._join_by_s is not None and at_s >= self._join_by_s
             return self._drop(at_s, self._link, "a Join was not answered") if is_dead else []
@@ -207,7 +212,7 @@ class CoordinatorSession:
         return [OpenLink()]
 
     def end(self, reason: str) -> list[SessionCommand]:
-        """The program closes the session."""
+        """End the session for the program: a task leaves, and pending requests are settled with TransportClosed."""
         if self._ended is not None:
             return []
         return self._end(Failure("TransportClosed", f"the connection to {self._who} was closed: {reason}"), reason)
@@ -268,7 +273,11 @@ class CoordinatorSession:
     # Requests.
 
     def ask(self, at_s: float, ask: int, message: Request[Any]) -> list[SessionCommand]:
-        """The program sends a request; the number `ask` is greater than all before."""
+        """Send a request of the program, or keep it until it can be sent; its number `ask` is greater than all before.
+
+        A Join makes the client a task, and other requests wait for its answer. After the end, settles the request with
+        the session's error.
+        """
         if self._ended is not None:
             return [Settle(ask, self._ended)]
         match message:
@@ -286,7 +295,7 @@ class CoordinatorSession:
         return [SendRequest(self._link, ask, message)]
 
     def withdraw(self, at_s: float, ask: int) -> list[SessionCommand]:
-        """The program no longer waits for the answer."""
+        """Forget a request whose answer the program no longer waits for; after a Join, the client is no task."""
         self._asks.pop(ask, None)
         if self._member is None or ask != self._join_ask:
             return []
@@ -294,7 +303,11 @@ class CoordinatorSession:
         return [] if self._link is None else [*self._up(at_s), *self._send_all()]
 
     def answered(self, at_s: float, link: int, ask: int, message: Message) -> list[SessionCommand]:
-        """The answer to a request, possibly a `Failure`, arrived over a link."""
+        """Settle the request `ask` with its answer, possibly a `Failure`, and reset the pauses.
+
+        The answer to a Join also updates the roster, and ends the session if the coordinator does not take a task back.
+        Ignores answers over an earlier link.
+        """
         if link != self._link:
             return []
         # An answer resets the pauses; a connection alone does not.
@@ -339,7 +352,7 @@ class CoordinatorSession:
             self._mark = message.mark if is_newer else self._mark
 
     def heard(self, at_s: float, link: int, message: Message) -> list[SessionCommand]:
-        """A notification arrived over a link."""
+        """Apply a notice: show a newer roster, or warn of an announcement; end the link if roster changes were lost."""
         if link != self._link:
             return []
         self._note_mark(message)

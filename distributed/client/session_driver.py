@@ -57,7 +57,7 @@ class SessionDriver:
     `beat`      called at each heartbeat of the task, once it has joined
     `process`   identity of this process among all that join under the name
     `settings`  how long and how often it reconnects
-    `clock`     calls of this session alone, which opening a connection may delay; closed with the session
+    `clock`     runs the calls of this session, and no others, since opening a connection delays them; closed with it
     """
 
     def __init__(
@@ -124,7 +124,10 @@ class SessionDriver:
         self._clock.after(0.0, self._try_to_open)
 
     def close(self, reason: str) -> None:
-        """End the connection; a task that has joined then leaves with a fault. A second call does nothing."""
+        """End the connection for good; a task that has joined then leaves with a fault. A second call does nothing.
+
+        Requests that wait for an answer, and later ones, fail with TransportClosed.
+        """
         self.is_closed = True
         self._handle(lambda at_s: self._session.end(reason))
 
@@ -160,7 +163,7 @@ class SessionDriver:
             return self._roster
 
     def call_on_roster(self, callback: Callable[[Roster], None]) -> None:
-        """Call back with each new roster, and immediately with the present one."""
+        """Call back with each new roster, and immediately with the present one; the callback must not block."""
         with self._calling:
             with self._changed:
                 self._on_roster.append(callback)
@@ -187,7 +190,8 @@ class SessionDriver:
         """Send the coordinator a request, and wait for its answer.
 
         raises  the error that it answers with; DeadlineExceeded, with the present outage if any; WireError for an
-                answer that the request does not declare; InternalError on a reader thread, which must not wait
+                answer that the request does not declare; TransportClosed when the session has ended; InternalError on a
+                reader thread, which must not wait
         """
         what = type(message).__name__
         if on_reader_thread():
@@ -222,7 +226,7 @@ class SessionDriver:
             self._handle(lambda at_s: self._session.withdraw(at_s, ask))
 
     def tell(self, message: Message) -> None:
-        """Send a notification; dropped while there is no connection."""
+        """Send a notification; dropped while this is no task of the cluster, or there is no connection."""
         link = self._session.joined_link
         if link is not None:
             self._notify(link, message)
@@ -253,12 +257,12 @@ class SessionDriver:
             self._beat()
 
     def link_ended(self, link: int, reason: str) -> None:
-        """Handle the end of the connection `link`."""
+        """Forget the connection `link`, which has ended; the session then opens another."""
         self._links.pop(link, None)
         self._handle(lambda at_s: self._session.link_ended(at_s, link, reason))
 
     def link_heard(self, link: int, message: Message, payload: memoryview) -> None:
-        """Handle a notification that came over the connection `link`."""
+        """Pass a notification that came over the connection `link` to its callbacks, or to the session without any."""
         message = _unpacked(message, payload)
         callbacks = self._on_notice.get(type(message), [])
         for callback in callbacks:
@@ -278,7 +282,10 @@ class SessionDriver:
         self._changed.notify_all()
 
     def _set_timers(self) -> None:
-        """Schedule the next heartbeat, if there is a task, and the session's next timeout; none after its end."""
+        """Schedule the next heartbeat, if there is a task, and the session's next timeout.
+
+        Closes the clock instead if the session has ended.
+        """
         if self._session.ended:
             self._clock.close()
             return
@@ -374,7 +381,7 @@ class SessionDriver:
 
 
 class _CoordinatorLink(Handler):
-    """The handler of one connection of `owner`."""
+    """Passes the events of the connection with number `link` to `owner`."""
 
     def __init__(self, owner: SessionDriver, link: int) -> None:
         self._owner = owner
