@@ -1,6 +1,6 @@
-"""The parts of the coordinator, which hear of an event in this order.
+"""The parts of the coordinator, in the order in which they handle an event.
 
-`task_role.py` has that of a task.
+`task_role.py` has those of a task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dflow.distributed.training.reported_results import ReportedResults
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.training.step_comparisons import StepComparisons
 
-#: A pause comes before what is decided in it, and progress before the claims that it counts.
+#: Pauses come before the parts that decide during one, and progress before the claims that it counts.
 COORDINATOR_PARTS: tuple[type[CoordinatorPart], ...] = (
     ProgressWatch,
     TaskTotals,

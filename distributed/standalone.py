@@ -17,11 +17,11 @@ class NoCalls:
 
     @property
     def now_s(self) -> float:
-        """Seconds since an arbitrary moment."""
+        """Time in seconds since an arbitrary moment."""
         return time.monotonic()
 
     def after(self, delay_s: float, call: Callable[[], None]) -> NoCalls:
-        """Return an object that can be stopped; `call` is never called."""
+        """Return an object with `stop`, and never call `call`."""
         return self
 
     def stop(self) -> None:
@@ -32,7 +32,10 @@ class NoCalls:
 
 
 def standalone(store: Store) -> Cluster:
-    """Return a cluster whose only task is this process, with a coordinator in it, and without threads and sockets."""
+    """Start a coordinator in this process, and return the cluster of which the process is the only task.
+
+    It has no threads and no sockets.
+    """
     network = MemoryNetwork(is_threaded=False)
     coordinator = make_coordinator(network, "", {LOCAL_JOB: 1}, tick_s=None)
     return join_cluster(
