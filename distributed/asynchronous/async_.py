@@ -151,7 +151,7 @@ class Async(Strategy):
             steps = claimed(coordinator, news).steps
 
     def _batches(self, run: StrategyRun, number: int, steps: range) -> tuple[Any, tuple[Any, Any] | None]:
-        """Return the batch of a step, and if the next one is taken early, a pair of the two; else None."""
+        """Return a step's batch, and a pair of it and the next batch if `lookahead` takes that early; else None."""
         if not self._rules.lookahead:
             return run.batches.take(number), None
         run.batches.take_early(number)  # which copies it: an iterator may use its memory for the next one
@@ -162,15 +162,15 @@ class Async(Strategy):
 
 @contextmanager
 def shared_steps(cluster: Cluster, run: str, rules: AheadRules, job: str, *, is_one_call: bool) -> Iterator[SharedStep]:
-    """Return the context of a loop over steps of `run`, which other workers, if there can be any, run too.
+    """Yield the function that returns the context of each step in a loop over `run`, which other workers may run too.
 
-    It gives the context of each step. Its first argument has the number of the step in the run, and the numbers of the
-    loop's next steps as far as they are known; the second, if not None, the batches of the step and of the next one.
-    State that a step changes on other tasks is changed once, however often the step is tried.
+    Its first argument has the number of the step in the run, and the numbers of the loop's next steps as far as they
+    are known; the second, if not None, the batches of the step and of the next one. State that a step changes on other
+    tasks is changed once, however often the step is tried. In a standalone process the contexts do nothing.
 
-    rules        when steps begin on other tasks. With a bound of their staleness, a step's context waits until the step
-                 may begin, and raises DeadlineExceeded
-    job          the job of the task that counts the steps for that
+    rules        when steps begin on other tasks. With `max_staleness`, a step's context waits until the step may begin,
+                 and raises DeadlineExceeded
+    job          the job of the task that counts the steps for `max_staleness`
     is_one_call  whether each step is one call of a function of `dflow.jit`, so that all workers call the same
 
     What the steps write is compared with what those of the other workers write; a context raises StrategyError if it
@@ -199,7 +199,14 @@ def shared_steps(cluster: Cluster, run: str, rules: AheadRules, job: str, *, is_
 
 @dataclass
 class _ClaimWork:
-    """The steps of a claim that are done; `first` is the first one that is not reported, `count` the number of all."""
+    """The steps of a claim that are done.
+
+    first    number of the first step that is not reported
+    count    number of steps done, reported or not
+    times    durations of the unreported steps, in s
+    losses   losses of each unreported step, by name
+    outcome  result of the newest step
+    """
 
     first: int
     count: int = 0
@@ -208,23 +215,26 @@ class _ClaimWork:
     outcome: Any = None
 
     def note(self, step_s: float, outcome: Any) -> None:
-        """Note a step that took this long."""
+        """Record a finished step of the claim: its duration and its result, whose losses the next report checks."""
         self.count += 1
         self.times.append(step_s)
         self.losses.append(losses_of(outcome))
         self.outcome = outcome
 
     def note_ended(self) -> None:
-        """Note a step that had ended everywhere before."""
+        """Count a step as done that an earlier attempt has ended on all tasks."""
         self.count += 1
         self.losses.append({})
 
     def not_finite(self) -> NotFinite | None:
-        """Return the first loss that is not finite since the last report; waits until the losses are computed."""
+        """Return the first loss since the last report that is not finite; None if all are. Waits for their values.
+
+        Raises the error of a step that failed.
+        """
         return first_not_finite(enumerate(self.losses, self.first))
 
     def progress(self) -> tuple[float, dict[str, float], NotFinite | None]:
-        """Return the duration of a step, the newest metrics and `not_finite()`, which are then reported."""
+        """Return the median duration of unreported steps, the newest metrics and `not_finite()`; begin a new report."""
         step_s = statistics.median(self.times) if self.times else 0.0
         found = step_s, real_scalars(self.outcome), self.not_finite()
         self.first += len(self.losses)

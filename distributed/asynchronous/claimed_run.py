@@ -57,12 +57,15 @@ class ClaimingWorker(msgspec.Struct, frozen=True):
 
     @property
     def held(self) -> range:
-        """The claimed steps that are not reported as done."""
+        """Claimed steps that are not reported as done."""
         return range(self.first + self.done, self.first + self.count)
 
 
 class ClaimedRunRecord(msgspec.Struct, frozen=True):
-    """A run, without its workers."""
+    """A run without its workers, in the coordinator's records and in snapshots; see `ClaimedRun`.
+
+    pool, left_over  first step and end of each range
+    """
 
     total_steps: int
     done: int
@@ -79,7 +82,11 @@ class WorkerRecord(msgspec.Struct, frozen=True):
 
 @dataclass
 class ClaimedRun:
-    """One run: the pool of unclaimed steps, its workers, and the waiting requests by task, in order of arrival."""
+    """One run: the pool of unclaimed steps, its workers, and the waiting requests by task, in order of arrival.
+
+    holding  tasks with claimed steps that are not reported
+    sharing  tasks that get a share of the remaining steps
+    """
 
     name: str
     records: DurableRecords
@@ -100,20 +107,21 @@ class ClaimedRun:
     has_failed: bool = False
 
     def note(self, worker: ClaimingWorker) -> None:
-        """Replace the state of a worker."""
+        """Set the state of a worker, in memory only."""
         self.workers[worker.task] = worker
         (self.holding.add if worker.held else self.holding.discard)(worker.task)
         (self.sharing.add if worker.takes_part else self.sharing.discard)(worker.task)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether unclaimed steps remain and no worker takes part any more."""
+        """Whether unclaimed steps remain, and no worker holds steps or takes part any more."""
         return bool(self.pool) and not self.holding and not self.sharing
 
     def is_clear(self, asker: str) -> bool:
-        """Whether no step that was left over is still to be done by others than `asker`, which waits between two steps.
+        """Whether a pause for the task `asker` may begin: no step that was left over is still to be done by others.
 
-        The one that `asker` has claimed is done, although the report may be on its way or lost.
+        Also true if no other worker takes part. A step that `asker` has claimed counts as done: it asks between two
+        steps, although its report may be on its way or lost.
         """
         if not self.left_over or not (self.holding | self.sharing) - {asker}:
             return True
@@ -134,7 +142,7 @@ class ClaimedRun:
         return f"{text} (waiting for them: {waiting})" if waiting else text
 
     def refusal(self, claim: ClaimSteps) -> str:
-        """Why this claim contradicts the known state; empty if it does not."""
+        """Return why this claim contradicts the state of the run; empty if it does not."""
         who = short_task_name(claim.task)
         if claim.total_steps < 0:
             return f"{who} asks for {claim.total_steps} steps in all; ask for 0 or more"
@@ -161,12 +169,15 @@ class ClaimedRun:
         return ""
 
     def is_repeated(self, claim: ClaimSteps) -> bool:
-        """Whether this is the worker's newest claim, sent again."""
+        """Whether this is the worker's newest claim, sent again; false if a return has made its answer void."""
         worker = self.workers.get(claim.task)
         return worker is not None and worker.number == claim.number and not (worker.is_void and worker.answered)
 
     def repeat(self, task: str, ask: int, is_held: bool) -> list[SendReply]:
-        """Answer as the first time, if not held back; a waiting request of the same claim is refused and replaced."""
+        """Answer a repeated claim as the first time; if it still waits, refuse the request that waits and replace it.
+
+        is_held  whether claims are held back, so that none that waits is answered
+        """
         worker = self.workers[task]
         if worker.answered:
             return [SendReply(ask, Claimed(worker.first, worker.count, self.sums))]
@@ -175,9 +186,10 @@ class ClaimedRun:
         return replies if is_held else replies + self.answer_waiting()
 
     def settle(self, claim: ClaimSteps) -> int:
-        """End the worker's last claim, before `ask`: its first steps are done, the rest return to the pool.
+        """End the worker's last claim: its first `claim.done` steps are done, the rest return to the pool.
 
         Return the number done since its last report: 0 when the worker has not seen the answer to its last claim.
+        `ask` must follow, which writes the records.
         """
         worker = self.workers.get(claim.task)
         if worker is None or not worker.held:
@@ -195,7 +207,7 @@ class ClaimedRun:
     def note_done(self, report: StepsDone) -> int:
         """Record steps of the worker's newest claim as done; return the number done since its last report.
 
-        A step that has failed counts as one that a dead worker left, until it is done.
+        A report that does not fit this claim is ignored. A step that has failed is left over until it is done.
         """
         worker = self.workers.get(report.task)
         if worker is None or worker.first != report.first or not worker.done <= report.done <= worker.count:
@@ -211,7 +223,10 @@ class ClaimedRun:
         return done
 
     def ask(self, claim: ClaimSteps, ask: int) -> list[SendReply]:
-        """Queue the worker's request for steps, or end its part if `more` is false."""
+        """Queue the worker's request for steps; if `more` is false, answer it now and end the worker's part.
+
+        An earlier request of the worker that still waits is refused.
+        """
         replies = []
         if claim.task in self.waiting:
             text = f"a later claim of {short_task_name(claim.task)} has taken the place of this one"
@@ -231,7 +246,10 @@ class ClaimedRun:
         return [SendReply(self.waiting[task], Failure(kind, text))] if task in self.waiting else []
 
     def leave(self, task: str, reason: str) -> list[SendReply]:
-        """Return the worker's unreported steps to the pool. Callers waiting for them are answered later."""
+        """Remove a worker that has left the cluster: refuse its request, and return its unreported steps to the pool.
+
+        Other requests that wait for these steps are answered by `answer_waiting`.
+        """
         replies = self._refused(task, "TaskLost", f"{short_task_name(task)} has left: {reason}")
         self.waiting.pop(task, None)
         worker = self.workers.pop(task, None)
@@ -246,7 +264,10 @@ class ClaimedRun:
         return replies
 
     def answer_waiting(self) -> list[SendReply]:
-        """Answer all waiting requests that can be answered now."""
+        """Give steps of the pool to all waiting requests, or none to each if all steps are done.
+
+        They wait while the pool is empty and claimed steps may still return to it.
+        """
         replies = []
         for task, ask in list(self.waiting.items()):
             # Claimed steps may still return to the pool.
@@ -284,7 +305,7 @@ class ClaimedRun:
         )
 
     def return_to(self, copy: ClaimedRunRecord) -> None:
-        """Return to a copy of the run."""
+        """Set the run to a copy, also in the records. Answered claims become void; waiting requests still wait."""
         self.done, self.pool, self.left_over, self.sums = copy.done, index_set(copy.pool), IndexSet(), copy.sums
         for task, worker in list(self.workers.items()):
             is_waiting = task in self.waiting

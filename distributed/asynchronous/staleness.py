@@ -62,7 +62,9 @@ class BoundedSteps:
         return not self.workers
 
     def begin(self, request: int, worker: str, number: int, held: int | None = None) -> list[SendReply]:
-        """Handle a worker that asks to begin a step, after its earlier ones.
+        """Queue a worker's request to begin a step, and end its earlier step; return the answers that are due.
+
+        If the worker's earlier request still waits, it is refused, and this one gets its turn.
 
         number  of the step, greater than those of the worker's earlier ones; the same if it asks again
         held    version of the values that were fetched for the step already; None if there are none
@@ -75,7 +77,9 @@ class BoundedSteps:
         return [*replaced, *self._admitted()]
 
     def end(self, worker: str, number: int, *, is_last: bool = False) -> list[SendReply]:
-        """Handle the end of the worker's step `number`, or a worker that no longer asks for it.
+        """End the worker's step `number`, or withdraw its request; return the answers that are due.
+
+        Does nothing for an earlier step than its newest one.
 
         is_last  whether the worker takes part no more
         """
@@ -88,7 +92,7 @@ class BoundedSteps:
         return self._admitted()
 
     def leave(self, worker: str) -> list[SendReply]:
-        """Handle a worker that has left the run or the cluster."""
+        """Remove a worker that has left the run or the cluster: end its step, and refuse its request with TaskLost."""
         refused = self._refused(worker, f"{short_task_name(worker)} has left {self.name!r}", "TaskLost")
         self.workers.pop(worker, None)
         self.waiting.pop(worker, None)
@@ -96,7 +100,7 @@ class BoundedSteps:
         return [*refused, *self._admitted()]
 
     def timed_out(self, request: int) -> list[SendReply]:
-        """Refuse a request that has waited too long, unless it was answered."""
+        """Refuse a request with DeadlineExceeded, unless it was answered; its worker keeps its turn."""
         worker = next((worker for worker, (waiting, _) in self.waiting.items() if waiting == request), None)
         if worker is None:
             return []

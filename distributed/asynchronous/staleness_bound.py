@@ -30,7 +30,11 @@ _numbers = itertools.count(1)
 
 
 class StalenessBound:
-    """The bound `limit` of the steps of `loop`, of the run `run`; a task of `job` is the host."""
+    """Has each step of a worker's loop wait until the host of the run admits it, so that `limit` is kept.
+
+    limit  `max_staleness` of the run
+    job    job of the host; the coordinator chooses one of its tasks
+    """
 
     def __init__(self, cluster: Cluster, run: str, limit: int, job: str, loop: StepsAhead) -> None:
         self._cluster, self._run, self._limit, self._loop = cluster, run, limit, loop
@@ -43,7 +47,10 @@ class StalenessBound:
 
     @contextmanager
     def taking_part(self, step: SharedStep) -> Iterator[SharedStep]:
-        """Return the context of the loop; it gives the context of each step, entered when the step may begin."""
+        """Yield a function like `step`, whose contexts wait until the host admits the step; leave the run at the end.
+
+        A context raises DeadlineExceeded if the step is not admitted in time, or a failed step may still be applied.
+        """
 
         @contextmanager
         def bounded(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
@@ -99,7 +106,10 @@ class StalenessBound:
                 self._cluster.steps.server.peer(self._host).notify(message)
 
     def _unsettled(self) -> str:
-        """Return a task that may still apply the step that failed; empty if none may, or no step failed."""
+        """Cancel the step that failed on its tasks; return the first one that does not confirm, and may still apply it.
+
+        Empty if all confirm or have left, or no step failed.
+        """
         if self._loop.failed is None:
             return ""
         step, peers = self._loop.failed

@@ -30,7 +30,7 @@ from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 
 
 class StalenessBounds(TaskPart):
-    """The runs that one task bounds; thread-safe, and it may be called on reader threads."""
+    """Admits the steps of the runs that this task bounds; thread-safe, and it may be called on reader threads."""
 
     requests: ClassVar[RequestTable[StalenessBounds]] = RequestTable()
     notices: ClassVar[HandlerTable[StalenessBounds, Arrival, None]] = HandlerTable()
@@ -44,7 +44,7 @@ class StalenessBounds(TaskPart):
 
     @requests.handles(BeginStep)
     def begin(self, message: BeginStep, arrival: RequestArrival) -> None:
-        """Answer as soon as the worker's step may begin.
+        """Answer as soon as the worker's step may begin; after `timeout_s`, with DeadlineExceeded.
 
         raises  TaskLost for a worker that has left the cluster; RemoteError if the run has another limit
         """
@@ -71,7 +71,7 @@ class StalenessBounds(TaskPart):
 
     @notices.handles(EndStep)
     def end(self, message: EndStep, arrival: Arrival) -> None:
-        """Handle the end of a worker's step."""
+        """End a worker's step or its part in the run, and answer the requests of steps that may begin then."""
         with self._lock:
             run = self._runs.get(message.run)
             if run is None:
@@ -82,14 +82,14 @@ class StalenessBounds(TaskPart):
         _give(answers)
 
     def left(self, task: str) -> None:
-        """Handle a task that left the cluster: no task takes messages of its step any more."""
+        """Remove a task that left the cluster from all runs: its step ends, as no task takes its messages any more."""
         with self._lock:
             answers = [answer for run in self._runs.values() for answer in self._answers(run.leave(task))]
             self._runs = {name: run for name, run in self._runs.items() if not run.is_idle}
         _give(answers)
 
     def close(self, error: DflowError) -> None:
-        """Answer all waiting requests with `error`."""
+        """Forget all runs, and answer all waiting requests with `error`."""
         with self._lock:
             self._runs.clear()
             asks, self._asks = self._asks, {}
@@ -105,7 +105,7 @@ class StalenessBounds(TaskPart):
         _give(answers)
 
     def _answers(self, replies: Sequence[SendReply]) -> list[Callable[[], None]]:
-        """Return the calls that send the answers; made without the lock."""
+        """Remove the answered requests; return the calls that send the answers, to be made without the lock."""
         answers: list[Callable[[], None]] = []
         for reply in replies:
             responder, timer = self._asks.pop(reply.ask)

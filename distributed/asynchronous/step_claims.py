@@ -56,7 +56,7 @@ class RunsCopy(msgspec.Struct, frozen=True):
 
 
 class StepClaims(CoordinatorPart):
-    """The runs of one cluster whose steps workers claim, kept in `records`; `progress` has their counts."""
+    """Gives the steps of one cluster's runs to the workers that claim them; `progress` has their counts."""
 
     requests: ClassVar[Requests[StepClaims]] = HandlerTable()
     notices: ClassVar[Notices[StepClaims]] = HandlerTable()
@@ -97,7 +97,7 @@ class StepClaims(CoordinatorPart):
             self._count(run)
 
     def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Hold back claims while the steps of all tasks are paused."""
+        """Hold back claims during a pause of the steps, and answer them after it."""
         is_on = core.part(StepPauses).is_on
         return self.hold(is_on) if self.is_held != is_on else []
 
@@ -106,7 +106,7 @@ class StepClaims(CoordinatorPart):
         return "; ".join(run.describe_claim(task) for run in self._runs.values() if task in run.holding)
 
     def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
-        """Return the progress of the workers, with the steps that they hold."""
+        """Return the progress of the workers, with the number of steps that each holds."""
         return {"workers": self.workers()}
 
     def workers(self) -> tuple[WorkerProgress, ...]:
@@ -122,12 +122,15 @@ class StepClaims(CoordinatorPart):
 
     @classmethod
     def records_of(cls, copy: RunsCopy, before: DurableRecords) -> Iterator[tuple[str, msgspec.Struct]]:
-        """Yield the records of the runs."""
+        """Yield the records of the runs, without workers."""
         for name, run in copy.runs.items():
             yield RUN + name, run
 
     def return_to(self, copy: RunsCopy) -> int:
-        """Return the runs to a copy; the claims made since are void, and workers that wait for steps still wait."""
+        """Set the runs to a copy; return the number of training steps that are done again.
+
+        The claims made since are void, and workers that wait for steps still wait.
+        """
         before, redone, undone = self.progress.counts(), 0, {}
         for name, run in self._runs.items():
             was_done, done, goes_on = run.done == run.total_steps, run.done, bool(run.waiting)
@@ -145,7 +148,7 @@ class StepClaims(CoordinatorPart):
             self.progress.count(run.name, run.done, run.total_steps)
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Return the claimed steps of tasks that have left, so that none gets steps that another one returns."""
+        """Return the steps of all tasks that have left to the pool; then answer the requests that wait for steps."""
         runs = self._runs.values()
         replies = [reply for run in runs for one in left for reply in run.leave(one.task, one.reason)]
         replies += self._answer_waiting()
@@ -154,7 +157,7 @@ class StepClaims(CoordinatorPart):
         return replies
 
     def hold(self, is_held: bool) -> list[SendReply]:
-        """Hold back claims, or answer the claims that were held back."""
+        """Hold back later claims if `is_held`; else answer those that were held back."""
         self.is_held = is_held
         return self._answer_waiting()
 
@@ -162,7 +165,7 @@ class StepClaims(CoordinatorPart):
         return [] if self.is_held else [reply for run in self._runs.values() for reply in run.answer_waiting()]
 
     def is_clear(self, asker: str) -> bool:
-        """Whether no step that failed, or that a worker left unreported, is still to be done by others than `asker`."""
+        """Whether a pause for the task `asker` may begin: no step that failed or was left must be done by others."""
         return all(run.is_clear(asker) for run in self._runs.values())
 
     def holds_work(self, task: str) -> bool:
@@ -171,7 +174,11 @@ class StepClaims(CoordinatorPart):
 
     @requests.handles(ClaimSteps)
     def claim(self, claim: ClaimSteps, received: Received) -> Sequence[Command]:
-        """Handle the claim of a live worker, and answer every request that can be answered now."""
+        """End the worker's last claim, and queue or answer this one; answer every request that can be answered now.
+
+        The first claim creates the run. A claim that contradicts the run is refused as RemoteError; a repeated one gets
+        the same steps.
+        """
         ask = received.ask
         run = self._runs.get(claim.run)
         if run is None:
@@ -204,7 +211,7 @@ class StepClaims(CoordinatorPart):
         return [] if self.is_held else run.answer_waiting()
 
     def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Announce the end of runs whose last worker failed some time ago."""
+        """Announce the end of runs whose last worker failed `FAILURE_S` ago or earlier."""
         for name, run in self._runs.items():
             if not (run.is_abandoned and run.has_failed and self._announced.get(name) != run.done):
                 self._failed_s.pop(name, None)

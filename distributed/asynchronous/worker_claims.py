@@ -19,7 +19,10 @@ LOGGER = logging.getLogger("dflow")
 
 
 def claimed(coordinator: CoordinatorClient, claim: ClaimSteps, timeout_s: float = CLAIM_S) -> Claimed:
-    """Return the steps of a claim. Raises DeadlineExceeded with the workers that hold the steps that are left."""
+    """Send a claim to the coordinator, and return the answer; log a warning after a wait of `LONG_CLAIM_S`.
+
+    Raises DeadlineExceeded, naming the workers that hold the steps that are left.
+    """
 
     def announce() -> None:
         held = _holders(coordinator)
@@ -38,7 +41,10 @@ def claimed(coordinator: CoordinatorClient, claim: ClaimSteps, timeout_s: float 
 
 
 def _holders(coordinator: CoordinatorClient) -> str:
-    """Return the workers that hold claimed steps, as the end of an error; empty if there are none or none are known."""
+    """Ask the coordinator for the other workers that hold claimed steps, and return a text for the end of an error.
+
+    It is empty if there are none, or without an answer.
+    """
     try:
         workers = coordinator.ask(GetStatus(), DESCRIBE_S).workers
     except DflowError:
