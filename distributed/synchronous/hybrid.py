@@ -75,10 +75,10 @@ class Hybrid(AllReduce):
                 part.leave(opening.number)
 
     def _part(self, run: str) -> RoundPart:
-        """Return this worker's part in the rounds of its group.
+        """Return this worker's part in the rounds of its group, in a run that no other group or cluster has.
 
-        After a death the next group begins with the tables of the checkpoint, and so does a job that goes on from a
-        snapshot, which has the rounds of the cluster before.
+        After a death the next group begins with the tables of the checkpoint. So does a job that goes on from a
+        snapshot, which has the rounds of the earlier cluster.
         """
         assert self._group is not None  # this process is not standalone
         cluster, _ = self.cluster.identity

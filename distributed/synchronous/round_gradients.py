@@ -57,16 +57,16 @@ class OptimizersTogether(GivenOptimizer):
 
     @property
     def variables(self) -> Any:
-        """The variables of each."""
+        """The variables of each optimizer."""
         return tuple(optimizer.variables for optimizer in self.optimizers)
 
     @property
     def settings(self) -> Sequence[str]:
-        """Those of each."""
+        """The settings of all optimizers, each after its optimizer's name."""
         return [f"{one.name}: {setting}" for one in self.optimizers for setting in one.settings]
 
     def apply_mean(self, gradients: Any) -> None:
-        """Update the variables of each by the mean of several workers' gradients."""
+        """Update the variables of each optimizer by its part of the mean of several workers' gradients."""
         for optimizer, part in zip(self.optimizers, gradients, strict=True):
             optimizer.apply_mean(part)
 
@@ -76,14 +76,14 @@ _together: WeakValueDictionary[tuple[int, ...], OptimizersTogether] = WeakValueD
 
 
 def together(optimizers: Sequence[GivenOptimizer]) -> GivenOptimizer:
-    """Return several optimizers as one; the optimizer itself if it is the only one."""
+    """Return several optimizers as one, the same object for the same ones; a single optimizer itself."""
     if len(optimizers) == 1:
         return optimizers[0]
     return _together.setdefault(tuple(map(id, optimizers)), OptimizersTogether(optimizers))
 
 
 def each_of(optimizer: GivenOptimizer) -> tuple[GivenOptimizer, ...]:
-    """Return the optimizers that `together` has made one of."""
+    """Return the optimizers of which `together` made this one; the optimizer itself if it is a single one."""
     return optimizer.optimizers if isinstance(optimizer, OptimizersTogether) else (optimizer,)
 
 
@@ -113,11 +113,11 @@ class GradientTypes:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The tasks of variables other than the host, sorted."""
+        """The tasks other than the host that hold variables, sorted."""
         return tuple(sorted({*self.tasks} - {self.host}))
 
     def name(self, optimizer: GivenOptimizer, wanted: int) -> str:
-        """Return the name of the host's accumulator of `wanted` gradients, which determines its type and its task."""
+        """Return a name for the host's accumulator of `wanted` gradients; equal names have equal types and tasks."""
         types = [(str(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree_util.tree_leaves(self._sum(wanted))]
         structure: Any = jax.tree_util.tree_structure(self.spec)
         said = repr((types, str(structure), wanted, [task for task in self.tasks if self.others]))
@@ -130,8 +130,9 @@ class GradientTypes:
     def accumulators(
         self, name: str, wanted: int, state_of: Callable[[str], AbstractContextManager[None]]
     ) -> dict[str, ConditionalAccumulator]:
-        """Return the accumulators of sums of at most `wanted` gradients, by task, the host's first.
+        """Make the accumulators of sums of at most `wanted` gradients; return them by task, the host's first.
 
+        name      of the host's accumulator; see `accumulator_on` for the others
         state_of  returns a context that places new state on the tasks of a job
         """
         made: dict[str, ConditionalAccumulator] = {}
@@ -145,11 +146,11 @@ class GradientTypes:
         return made
 
     def of_task(self, task: str, leaves: Sequence[Any]) -> list[Any]:
-        """Return those of the gradients whose variables are on `task`."""
+        """Return those of all gradients' `leaves` whose variables are on `task`."""
         return [leaf for leaf, its_task in zip(leaves, self.tasks, strict=True) if its_task == task]
 
     def together(self, by_task: Mapping[str, Sequence[Any]]) -> Any:
-        """Return the pytree of the gradients, given those of each task."""
+        """Return the pytree of the gradients, given the leaves of each task in the order of `of_task`."""
         rest = {task: iter(leaves) for task, leaves in by_task.items()}
         tree: Any = jax.tree_util.tree_structure(self.spec, is_leaf=is_row_gradient)
         return tree.unflatten([next(rest[task]) for task in self.tasks])
@@ -187,7 +188,10 @@ class Gradients:
             accumulator.home.create_resource(accumulator)
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
-        """Add the gradients to the averages of the round, unless they are too late."""
+        """Collect gradients until each optimizer of the step has given its own; then add all to the round's averages.
+
+        Gradients that are too late are dropped. `dense` takes the gradients of its optimizers instead.
+        """
         if self._dense is not None and self._dense.takes(optimizer):
             self._dense.apply(optimizer, gradients)
             return
@@ -214,7 +218,10 @@ class Gradients:
         return list(map(_fitting, own, self._accumulators[task].type.components))
 
     def update(self, optimizer: GivenOptimizer, taken: Sequence[Any]) -> None:
-        """Apply the averages of a round, given the arrays that the host's accumulator returned."""
+        """Apply the averages of a round: the host's, in `taken`, and those of the tickets in it, from other tasks.
+
+        taken  the arrays that the host's accumulator returned
+        """
         own, tickets = self.accumulator.structured(taken)
         means = {self.types.host: own}
         for task, rows in zip(self.types.others, tickets, strict=True):
@@ -233,7 +240,7 @@ class Gradients:
 
 
 def leaves_of(gradients: Any) -> list[Any]:
-    """Return the leaves of gradients, or of their types; those by rows are leaves."""
+    """Return the leaves of gradients, or of their types; a gradient by rows is one leaf."""
     leaves: list[Any] = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
     return leaves
 

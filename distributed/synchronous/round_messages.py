@@ -71,6 +71,7 @@ class NextRound(Request[RoundOpen], frozen=True):
     """A worker is done with the round opening number `done` (-1: none yet); answered by `RoundOpen` of a later one.
 
     `accumulator`  the run's, as agreed when the worker opened it; refused as TaskLost if the run has another one now
+    `timeout_s`    longest wait, after which the request is refused as DeadlineExceeded
     """
 
     speaker = "worker"

@@ -57,8 +57,9 @@ _UPDATES = "train by Async, whose steps may update variables themselves, as a lo
 
 
 class RoundPart:
-    """This worker's messages to the step aggregator of a run, called the host here.
+    """A worker's part in the synchronous steps of a run: opens the run, and gives gradients in each round.
 
+    job    job of the step aggregator, called the host here; the coordinator chooses one of its tasks
     dense  receives the gradients of the step for variables of this process; None if there must be none
     """
 
@@ -80,7 +81,12 @@ class RoundPart:
         self._steps = cluster.steps.loop_steps(own, is_synchronous=True)
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
-        """Open the run, or join it if it is open; return None if it is complete."""
+        """Trace the step, and open or join the run; return what `run_step` needs, or None if the run is complete.
+
+        batch    determines the types of the trace; it is not used up
+        raises   StrategyError for a step that is no function of `dflow.jit`, that does not give gradients once to each
+                 optimizer, or that differs from the other workers'
+        """
         look = _looked_at(step, arguments_of(batch), self._dense)
         optimizer, beside = look.optimizer, look.beside
         self._compare_step([*each_of(optimizer), *(one for one, _ in beside)], look.traced())
@@ -104,7 +110,7 @@ class RoundPart:
     def _gradients_for(
         self, optimizer: GivenOptimizer, types: GradientTypes, agreed: RoundsAgreed, *, inlines: bool
     ) -> Gradients:
-        """Return the applier for the run's accumulators; an earlier run's is reused, and the trace under it with it."""
+        """Create the run's accumulators, and return their applier; an earlier run's is reused, with its trace."""
         kept = _kept.setdefault(optimizer, {})
         known = kept.get(agreed.accumulator)
         if known is not None:
@@ -115,7 +121,7 @@ class RoundPart:
         return kept.setdefault(agreed.accumulator, made)
 
     def _be_hosted(self, optimizer: GivenOptimizer, gradients: Gradients, steps: int, wanted: int) -> None:
-        """Register the update that the host applies averages with; no effect if another worker has done so."""
+        """Register the update of the averages, and have the host open the run with it, unless the run is open."""
         accumulator = gradients.accumulator
         taken_types = tuple(array.struct for array in accumulator.type.arrays)
         traced = trace(lambda *taken: gradients.update(optimizer, taken), taken_types, {})
@@ -130,7 +136,7 @@ class RoundPart:
         self._cluster.requests.ask(self._host, message, payload)
 
     def _compare_step(self, optimizers: Sequence[GivenOptimizer], traced: Traced) -> None:
-        """Raise StrategyError unless the run's other workers have traced the same, as far as it has to be equal."""
+        """Raise StrategyError if the step or its optimizers differ from the other workers' where they must be equal."""
         if self._programs is not None:
             items = listing(traced, settings_of(optimizers))
             self._programs.compare(f"the first step of run {self._run!r}", items)
@@ -141,11 +147,12 @@ class RoundPart:
     def run_step(
         self, gradients: Gradients, step: Callable[..., Any], batch: Any, opening: RoundOpen
     ) -> tuple[Any, bool]:
-        """As `Gradients.call`, while no state of tasks is captured or restored.
+        """Like `Gradients.call`, but waits while the steps are paused, for a snapshot or a return to one.
 
-        A step that is done again for the same round changes no other state again, and takes the same elements.
+        A step that is done again for the same round changes no other state again, and gets the same queue elements.
 
-        Raises StepCancelled if all tasks have returned to a snapshot since the round was opened.
+        Raises StepCancelled if all tasks have returned to a snapshot since the round was opened; StrategyError if the
+        workers' steps differ.
         """
         self._compared.refuse_unequal(self._run)
         steps = self._cluster.steps
@@ -162,7 +169,7 @@ class RoundPart:
         return outcome
 
     def next(self, done: int) -> RoundOpen:
-        """Wait for the opening after number `done`; log a warning while workers are missing."""
+        """Wait for an opening later than `done`; log warnings while workers are missing. Raises DeadlineExceeded."""
 
         def asked(wait_s: float) -> RoundOpen:
             self._compared.refuse_unequal(self._run)
@@ -183,7 +190,7 @@ class RoundPart:
         return f"; not joined yet: {', '.join(absent)}\n  start what is missing, or a cluster that expects fewer"
 
     def leave(self, done: int) -> None:
-        """Leave the run. A host that is gone is ignored: no worker waits there."""
+        """Leave the run, and free the results kept for its steps. Errors are ignored: the host may be gone."""
         message = LeaveRounds(self._run, self._cluster.task, done, self._accumulator)
         with contextlib.suppress(DflowError):
             self._cluster.requests.ask(self._host, message)
@@ -192,7 +199,7 @@ class RoundPart:
 
 @dataclass(frozen=True)
 class _Look:
-    """What a trace of a step tells.
+    """Optimizers and types of gradients that a trace of a step found.
 
     optimizer  the optimizers as one
     spec       the types of their gradients
@@ -237,9 +244,10 @@ class _Found:
         self._seen.append((optimizer, jax.tree_util.tree_map(_typed, gradients, is_leaf=is_row_gradient)))
 
     def found(self, step: Callable[..., Any], stage: Any) -> _Look:
-        """Return what `_Look` has, given JAX's trace of the step.
+        """Return the optimizers and the types of gradients that `stage`, JAX's trace of the step, recorded here.
 
-        Raises StrategyError for none, or for one that is given gradients several times.
+        Raises StrategyError if the step gives gradients to no optimizer, or to one several times; with `dense`, also if
+        it gives none to tables on parameter tasks.
         """
         jaxpr, consts = closed_parts(stage.jaxpr)
         optimizers = [optimizer for optimizer, _ in self._seen]
@@ -285,7 +293,10 @@ def _writes(stage: Any) -> bool:
 
 
 def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseGradients | None) -> _Look:
-    """Return the optimizers of a step, and the types of the gradients given to them; traces at the first call."""
+    """Return the optimizers of a step, and the types of the gradients given to them; traces at the first call.
+
+    Raises StrategyError for a step that is no function of `dflow.jit`, or that `_Found.found` refuses.
+    """
     leaves, tree = jax.tree_util.tree_flatten(arguments)
     # A trace depends on the shapes and dtypes of arrays, and on other leaves themselves.
     key = dense, tree, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves)

@@ -97,12 +97,12 @@ class Rounds:
         return self.rounds is not None and self.done >= self.rounds
 
     def return_to(self, done: int, rounds: int | None, wanted: int, *, is_half_done: bool) -> Rounds:
-        """Return the state of the run after an earlier round, closed; openings before this have smaller numbers."""
+        """Return a new, closed state of the run after `done` rounds; its openings have greater numbers than before."""
         number, failed = self.number + 1, self.number + 1 - done
         return Rounds(self.name, number, failed, rounds=rounds, wanted=wanted, is_half_done=is_half_done)
 
     def began(self, worker: str) -> list[RoundCommand]:
-        """Handle a worker that takes part until it leaves; it is about to open the run, unless that is open."""
+        """Add a worker that takes part until it leaves, unless all rounds are done; it is about to open the run."""
         if not self.is_over:
             self.taking_part.add(worker)
             self.is_held = True
@@ -110,7 +110,10 @@ class Rounds:
         return []
 
     def open(self, rounds: int, wanted: int, workers: Sequence[str]) -> list[RoundCommand]:
-        """Open a run of `rounds` rounds of `wanted` gradients; `workers` take part, except any that left before."""
+        """Open the next round for these workers, except any that left before, unless it is open or the run is over.
+
+        The first call fixes the number of `rounds`, and of gradients `wanted` in each.
+        """
         if self.rounds is None:
             self.rounds, self.wanted = rounds, wanted
         if self.is_open or self.is_over:
@@ -120,8 +123,9 @@ class Rounds:
         return [OpenRound(self.number), *self._enough()]
 
     def ready(self, request: int, worker: str, done: int) -> list[RoundCommand]:
-        """Handle a worker that is done with the opening `done` (-1: none yet), and requests the next one.
+        """Answer the request of a worker for an opening later than `done` (-1: any), now or when the round has ended.
 
+        The request is refused if the run is not open, or the worker has yet to get the error of a failed update.
         A worker that left, or lost its connection, after it had given a gradient for the open round, waits as if it had
         not left: a second gradient would take the place of another worker's.
         """
@@ -151,7 +155,7 @@ class Rounds:
         return SendReply(request, Failure(self.failure_kind, text))
 
     def timed_out(self, request: int) -> list[RoundCommand]:
-        """Refuse a request that has waited too long, unless it was answered."""
+        """Refuse a request with DeadlineExceeded, naming the workers that gave no gradient, unless it was answered."""
         worker = next((worker for worker, waiting in self.requests.items() if waiting == request), None)
         if worker is None:
             return []
@@ -164,7 +168,10 @@ class Rounds:
         return [SendReply(request, Failure("DeadlineExceeded", text))]
 
     def leave(self, worker: str, done: int | None = None) -> list[RoundCommand]:
-        """Handle a worker that stops taking part, after its gradients for the openings up to `done`; None: it died."""
+        """Remove a worker, and refuse its request; the round waits for fewer gradients, and an unused run is freed.
+
+        done  newest opening for which the worker gave a gradient; None if it died
+        """
         self.taking_part.discard(worker)
         self.untold.discard(worker)
         if self.is_open and done is None:
@@ -186,7 +193,10 @@ class Rounds:
         return []
 
     def updated(self, error: str = "", kind: str = "RemoteError") -> list[RoundCommand]:
-        """Handle the end of the open round's update, which failed if there is an `error`, of the class `kind`."""
+        """End the open round after its update: open the next one, and answer the workers that wait.
+
+        If the update failed, with an `error` of the class `kind`, close the run and refuse them in place of that.
+        """
         self.is_updating, self.is_half_done = False, bool(error)
         requests, self.requests = self.requests, {}
         self.number += 1

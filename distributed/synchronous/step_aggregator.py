@@ -102,7 +102,7 @@ class StepAggregator(TaskPart):
 
     @requests.queued(OpenRounds)
     def open(self, message: OpenRounds, arrival: RequestArrival) -> None:
-        """Become the aggregator of a run.
+        """Become the aggregator of a run: open its next round for the workers that have not left, unless it is open.
 
         raises  WireError for a malformed request; DflowError when its accumulator is not on this task; TaskLost when
                 the run has another one
@@ -120,7 +120,7 @@ class StepAggregator(TaskPart):
 
     @requests.queued(NextRound)
     def ask(self, message: NextRound, arrival: RequestArrival) -> None:
-        """Answer when a round is open that the worker is not done with.
+        """Answer when a round is open that the worker is not done with, or the run is over; see `Rounds.ready`.
 
         raises  TaskLost when the run has another accumulator than the worker names
         """
@@ -128,7 +128,7 @@ class StepAggregator(TaskPart):
 
     @requests.queued(LeaveRounds)
     def leave(self, message: LeaveRounds, arrival: RequestArrival) -> None:
-        """Remove a worker that stops taking part, and answer."""
+        """Remove a worker that stops taking part; answer when no accumulator of the run is being freed."""
         self._run(message.name).leave_and_answer(message, arrival.responder)
 
     def copy(self) -> tuple[RunCopy, ...]:
@@ -177,7 +177,7 @@ def _check_counts(message: ProposeRounds | OpenRounds) -> None:
 
 
 class _Accumulators:
-    """Names of accumulators in use; at most one run uses an accumulator."""
+    """Reserves names of accumulators, each for one run at a time, and frees the accumulators."""
 
     def __init__(self, task: TaskServer) -> None:
         self._task = task
@@ -232,7 +232,10 @@ class _Accumulators:
 
 @dataclass(frozen=True)
 class _MeanUpdate:
-    """The accumulator of a run, and the arrays that are fed before and after its averages."""
+    """The accumulator of a run, and the arrays that are fed `before` and `after` its averages.
+
+    opened  the message of the worker whose update this is
+    """
 
     opened: OpenRounds
     accumulator: HeldAccumulator
@@ -278,7 +281,11 @@ class _AggregatedRun:
             return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
 
     def open(self, update: _MeanUpdate, workers: Sequence[str]) -> None:
-        """Set how averages are taken and applied; the first worker sets it for all, until an update fails."""
+        """Open the run's next round with these workers, unless it is open.
+
+        The first worker's update applies to all, until an update fails. Raises RemoteError for another number of
+        rounds, TaskLost for an earlier accumulator.
+        """
         message = update.opened
         with self._lock:
             self._refuse_other(message.rounds)
@@ -314,7 +321,7 @@ class _AggregatedRun:
             self.task.soon(responder.fail, TaskLost(f"run {self.name!r} has returned to its round {copy.done}"))
 
     def leave(self, worker: str) -> None:
-        """Remove a worker that gives no more gradients; see `Rounds.leave`."""
+        """Remove a worker that has left the cluster; see `Rounds.leave`."""
         self._handle(self._rounds.leave, worker)
 
     def leave_and_answer(self, message: LeaveRounds, responder: Responder) -> None:
@@ -348,7 +355,7 @@ class _AggregatedRun:
             raise TaskLost(f"{text}, which belongs to an earlier process or snapshot", "run it again")
 
     def ask(self, message: NextRound, responder: Responder) -> None:
-        """Queue the worker's request; see `StepAggregator.ask`."""
+        """Queue the worker's request, which is refused after its timeout; see `StepAggregator.ask`."""
         wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
         with self._lock:
             # The number may be that of another opening here, and the worker has given no gradient for it.
@@ -406,7 +413,7 @@ class _AggregatedRun:
         return responder
 
     def _take(self, number: int) -> None:
-        """Have the accumulator average the gradients of the opening `number`, and then apply the average."""
+        """Have the accumulator average the gradients of the opening `number`, and `_taken` apply the average."""
         assert self.update is not None
         accumulator = self.update.accumulator
         step = ResourceOp(ops.accumulator_set_step.name)
@@ -418,7 +425,7 @@ class _AggregatedRun:
             self._updated(error)
 
     def _taken(self, number: int, mean: Outcome[Results]) -> None:
-        """Handle the average, on the thread that brought the last gradient."""
+        """Apply the average, or fail the update; runs on the thread that brought the last gradient."""
         with self._lock:
             if not self._rounds.is_open or self._rounds.number != number:
                 return  # FreeRun has ended the take

@@ -133,7 +133,7 @@ class Sync(Strategy):
 
 
 class _RoundBatches:
-    """This worker's batches by round; a function's are taken ahead of the round, as an iterable's are."""
+    """This worker's batches by round; `newest` is the last one taken, END if there are no more."""
 
     def __init__(self, supply: BatchSupply, cluster: Cluster, rounds: int) -> None:
         self._supply, self._rounds = supply, rounds
@@ -144,7 +144,10 @@ class _RoundBatches:
         self.take(0)
 
     def take(self, number: int) -> None:
-        """Take the batch of round `number`: of a function that of this round, of an iterable the next one."""
+        """Set `newest` to the batch of round `number` if a function gives batches, else to the iterable's next one.
+
+        Does nothing after the last round of a function.
+        """
         if self._supply.is_numbered and number >= self._rounds:
             return
         self.is_taking = True
@@ -152,7 +155,7 @@ class _RoundBatches:
         self.is_taking = False
 
     def of(self, number: int) -> Any:
-        """Return the batch for round `number`."""
+        """Return the batch for round `number`; of an iterable, the one that was taken last."""
         if self._supply.is_numbered and number != self._round:
             self.take(number)
         return self.newest
