@@ -38,7 +38,7 @@ class ResumeSteps(Request[StepsResumed], frozen=True):
 
 
 class HoldSteps(Notice, frozen=True):
-    """To a task: begin no shared step in the pause `number`, and report by `StepsHeld` when none runs; 0: begin them.
+    """To a task: begin no shared step in the pause `number`, and report by `StepsHeld` when none runs; 0: it is over.
 
     In a pause for a return to a snapshot, the task also ends its parts of steps that wait for a queue.
     """

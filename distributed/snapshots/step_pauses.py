@@ -4,7 +4,7 @@ Why: a step changes state on several tasks. A snapshot of all of them has all of
 runs while they capture their state, which takes two messages; the values are written later. A pure function of events.
 
 Invariants:
-- at most one pause is on; a request is answered when each live task has reported that it runs no shared step;
+- at most one pause at a time; a request is answered when each live task has reported that it runs no shared step;
 - no pause begins while a step of a dead worker, or one that failed, may be applied on some tasks only; if a worker dies
   or a step fails before the pause is reached, these steps are done first, and the pause begins again;
 - a pause ends by its task's request, or when that task leaves; a pause that a task has not kept, since it joined after
@@ -43,17 +43,17 @@ class StepPauses(CoordinatorPart):
     def __init__(self, live: Callable[[], Mapping[str, int | None]]) -> None:
         #: Returns the connections of the live tasks, None for tasks that are away.
         self._live = live
-        #: Whether no step of a dead worker, or one that failed, may be applied on some tasks only, for all but the task
-        #: that asks for a pause; of each part that knows of such steps.
+        #: From each part that knows of such steps, a function of the task that asks for a pause: whether no step of a
+        #: dead worker, or one that failed, may be applied on some tasks only. Steps of the asking task do not count.
         self.is_clear: list[Callable[[str], bool]] = []
-        #: The requests by task, in order of arrival; the first is that of the pause that is on. None for those of the
-        #: coordinator itself, which gives them names that no task has.
+        #: The requests by task, in order of arrival; the first is that of the present pause, if there is one. None for
+        #: those of the coordinator itself, which gives them names that no task has.
         self._requests: dict[str, int | None] = {}
         #: A request of the coordinator that does not wait until the steps of dead workers are done.
         self._urgent = ""
         self._number = 0
         self._waits_for: set[str] = set()
-        #: Whether a pause is on, has been reached, and has been broken.
+        #: Whether there is a pause, all tasks have reported in it, and a task has joined since.
         self.is_on = self._is_reached = self._is_broken = False
 
     @requests.handles(PauseSteps)
