@@ -45,14 +45,19 @@ _SHORT = 12
 
 @dataclass
 class _AgreedStep:
-    """A step of a loop whose workers have met; `is_covered` until it has called its own program."""
+    """A step of a loop, at the begin of which the workers have met.
+
+    point       description of that point of the program
+    is_covered  whether a call of a program needs no message if the members have compared it before; true at most until
+                the step's first call
+    """
 
     point: str
     is_covered: bool
 
 
 class AgreedPrograms:
-    """The watch over the programs of a group's member; one thread of the program calls them."""
+    """Compares the programs of a group's member with those of the others before they run; used by one thread."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -66,7 +71,7 @@ class AgreedPrograms:
 
     @contextmanager
     def step(self, point: str, *, is_one_call: bool) -> Iterator[None]:
-        """Return the context of a step, at a point that the members have come to.
+        """Return the context of a step; `point` describes the point of the program that all members have come to.
 
         is_one_call  whether the step is one call of a function of `dflow.jit`
         """
@@ -74,7 +79,13 @@ class AgreedPrograms:
             yield
 
     def called(self, program: WatchedProgram, args: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
-        """See `ProgramWatch`: meet the other members, and compare the program with theirs."""
+        """Compare a program with those of the other members before it is called: see `ProgramWatch`.
+
+        Outside of steps, compares only programs whose processes wait for each other or that write variables which
+        all have. In a step of one call, a program that was compared in a step before needs no message.
+
+        Raises StrategyError if the programs differ, or for a step with a queue or accumulator of this process.
+        """
         step = self._step.get()
         if step is None:
             if self._writes_shared(program) or (_reads_shared(program) and program.is_collective(args, kwargs, leaves)):
@@ -96,13 +107,16 @@ class AgreedPrograms:
         step.is_covered = False
 
     def written(self, variable: Variable, kind: str, operands: Sequence[Any]) -> None:
-        """See `ProgramWatch`: compare a write with those of the other members."""
+        """Compare a write outside of programs with those of the other members, if they have the variable too.
+
+        Raises StrategyError if the writes differ. See `ProgramWatch`.
+        """
         if is_shared(variable.sharding) or variable.key in self._compared:
             items = [array_item("value", f"of {kind} {number}", one) for number, one in enumerate(operands)]
             self.compare(f"a write to variable {variable.name!r} outside of steps", items)
 
     def compare(self, point: str, items: Sequence[ListedItem]) -> None:
-        """Raise StrategyError in all members unless they have the same items at this point of the program."""
+        """Wait for all members; raise StrategyError in all unless they have the same items at this point."""
         words = self._group.exchange(point, _digest(items))
         if len({*words}) == 1:
             return

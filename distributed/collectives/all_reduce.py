@@ -92,10 +92,10 @@ class AllReduce(Strategy):
         return self._on.parts
 
     def variables(self) -> AbstractContextManager[None]:
-        """Return a context whose variables are spread over the mesh; `sharding` may be a `PartitionSpec` over its axes.
+        """Return a context that spreads new variables over the mesh; `sharding` may be a `PartitionSpec` over its axes.
 
-        Each device makes only its part. At its end, raises StrategyError in all processes if they have not made the
-        same variables with the same first values.
+        Each device makes only its part. At the end of the context, raises StrategyError in all processes if they have
+        not made the same variables with the same first values.
         """
         return self._on.variables(self._group, self.cluster.store)
 
@@ -135,9 +135,10 @@ class AllReduce(Strategy):
         return self._called(run, call)
 
     def _called(self, run: StrategyRun, call: Callable[[int, Any], Any]) -> Iterator[Any]:
-        """Call each step by `call(number, batch)`, and yield the results.
+        """Call each step by `call(number, batch)`, report it as progress, and yield its result.
 
-        Raises Terminated before a step, in all processes, if SIGTERM has come.
+        Ends when one of the processes has no batch. Raises Terminated in all processes before the same step if SIGTERM
+        has come to one, and TaskLost if one has left.
         """
         progress = StepProgress(self.cluster, run.name, run.steps, self._first)
         try:
@@ -157,16 +158,23 @@ class AllReduce(Strategy):
             progress.report()
 
     def _end_together(self, run: StrategyRun) -> None:
-        """Meet the other processes at the end of the run, whose loop the program has left at the last step."""
+        """Meet the other processes at the end of the run, whose loop the program has left at the last step.
+
+        Ignores errors of dflow. Raises Terminated if SIGTERM has come to one of the processes.
+        """
         with contextlib.suppress(DflowError):
             self._told_by_all(run, run.steps, _Ready(stops=run.guard.has_come))
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Return the context of a computation of all processes, which raises TaskLost if one has left."""
+        """Return the context of a computation of all processes: if one has left, its error becomes TaskLost."""
         return nullcontext() if self._group is None else self._group.computing()
 
     def _batches(self, run: StrategyRun) -> Iterator[Any]:
-        """Yield this worker's batch for each step, as long as all workers have one."""
+        """Yield this worker's batch for each step, as long as all workers have one.
+
+        Exchanges words with all processes before each step and after the last one. Raises StrategyError for a first
+        step outside of the run.
+        """
         if not 0 <= self._first <= run.steps:
             raise StrategyError(
                 f"run: first: expected a step from 0 to {run.steps}, got {self._first}", "give manager.next_step"
@@ -179,7 +187,11 @@ class AllReduce(Strategy):
         self._told_by_all(run, run.steps, _Ready(stops=run.guard.has_come))
 
     def _are_all_ready(self, run: StrategyRun, number: int, batch: Any) -> bool:
-        """Return whether all processes have a batch for the step. Raises StrategyError if they do not fit."""
+        """Exchange with all processes whether each has a batch; return false, and warn, if one has none.
+
+        All processes call it. Raises StrategyError if the batches differ in type, or in value for one part, and
+        Terminated if SIGTERM has come to a process.
+        """
         described = "" if batch is END else self._on.described(batch)
         checksum = self._on.checksum(batch) if described and self._on.shares_part else 0
         told = self._told_by_all(run, number, _Ready(described, self._on.part, checksum, run.guard.has_come))
@@ -200,9 +212,10 @@ class AllReduce(Strategy):
         return True
 
     def _told_by_all(self, run: StrategyRun, number: int, ready: _Ready) -> dict[str, _Ready]:
-        """Return what all processes tell before a step, or after the last one. Raises Terminated if one of them stops.
+        """Exchange `ready` with all processes before a step, or after the last one; return each one's by name.
 
-        A process that SIGTERM has come to stops. All then have done the same steps, so that they can save their state.
+        Raises Terminated in all of them if SIGTERM has come to one. All have then done the same steps, so that they can
+        save their state.
         """
         told = {"this process": ready}
         if self._group is not None:
@@ -220,7 +233,7 @@ class AllReduce(Strategy):
 
 
 class _Ready(msgspec.Struct, frozen=True):
-    """What a process tells the others before a step.
+    """The word that a process gives the others before a step.
 
     batch     description of its batch; empty when its batches have ended
     part      index of its part of the batch

@@ -17,7 +17,10 @@ from dflow.lowering.steps.program_watch import ProgramWatch, set_program_watch
 
 
 class Collectives:
-    """The processes of a cluster that run the program together, after `start`, and the programs that they compare."""
+    """The group of processes that this process computes with, and the comparison of their programs.
+
+    `group` and `programs` are None before `start` and after `close`.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -29,7 +32,10 @@ class Collectives:
     def start(self) -> None:
         """Make the tasks of this job one group, and start JAX's multi-process runtime in all of them.
 
-        raises  DeadlineExceeded naming the tasks that did not do the same; StrategyError if JAX has used a device
+        From then on, the processes compare the programs that they run together, by the program watch.
+
+        raises  DeadlineExceeded naming the tasks that did not do the same; StrategyError if JAX has used a device, or
+                if its service cannot be reached
         """
         refuse_late_start()
         cluster, settings = self._cluster, self._cluster.settings
@@ -43,7 +49,7 @@ class Collectives:
         set_program_watch(ProgramWatch(self.programs.called, self.programs.written))
 
     def close(self) -> None:
-        """Wait until all processes are done, and end the runtime, if it has started in this one."""
+        """Wait until all processes of the group close it, and end the runtime; nothing if `start` has not completed."""
         group, end_runtime = self.group, self._end_runtime
         self.group, self.programs, self._end_runtime = None, None, None
         if group is not None and end_runtime is not None:

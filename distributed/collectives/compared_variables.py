@@ -29,7 +29,12 @@ COMPARED_BYTES = 1 << 20
 
 
 class _Seen(NamedTuple):
-    """A variable as a process has it: its part, which the first of its devices has, and a checksum of that."""
+    """A variable as a process has it.
+
+    part      the indices of the part on the process's first device
+    is_whole  whether each device has the whole value
+    checksum  checksum of the part, up to `COMPARED_BYTES`
+    """
 
     name: str
     type: str
@@ -50,7 +55,7 @@ def compare_variables(
     channel: str = MAIN,
     remedy: str = _SAME_SEED,
 ) -> None:
-    """Raise StrategyError in all processes unless they have made the same variables, with the same values.
+    """Wait for all processes; raise StrategyError in all unless they have made the same variables, of the same values.
 
     point    description of the point of the program, for errors; the remedy belongs to it
     channel  as for `ProcessGroup.exchange`

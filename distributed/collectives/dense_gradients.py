@@ -88,9 +88,10 @@ class DenseGradients:
         return bool(own)
 
     def use(self, found: Sequence[tuple[GivenOptimizer, Any]], traced: Traced | None = None) -> DenseStep:
-        """Prepare for steps that give these optimizers gradients of these types; return what such a step writes.
+        """Make the variables that a step writes its gradients to, unless they exist; return what the step writes.
 
-        traced  the step, without the updates by the optimizers
+        found   the optimizers, each with the types of its gradients
+        traced  the step, without the updates by the optimizers; None for a step that writes no statistics
         """
         written = frozenset[str]() if traced is None else written_keys(traced)
         statistics = [
@@ -113,14 +114,18 @@ class DenseGradients:
         return by_key[key]
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
-        """Keep the gradients of the step, in traced code."""
+        """Assign the gradients to the variables that `use` made; called while the step is traced."""
         dense = _dense(gradients)
         kept = self._kept[optimizer][_key(dense)]
         for variable, gradient in zip(kept.variables, jax.tree_util.tree_leaves(dense), strict=True):
             variable.assign(gradient)
 
     def apply_means(self, step: DenseStep) -> None:
-        """Update the variables by the means of the gradients of all processes, which all call this after a step."""
+        """Average the gradients and the statistics over all processes, and apply the optimizers.
+
+        Sets the statistics to their means. All processes call it after each step. Raises StrategyError if their
+        updates differ.
+        """
         gradients, statistics = step
         written = [variable for kept in gradients for variable in kept.variables]
         means = iter(self._means([one.home.read(one) for one in (*written, *statistics)]))
@@ -135,14 +140,17 @@ class DenseGradients:
             variable.home.update(variable, "assign", mean)
 
     def _update(self, optimizer: GivenOptimizer, tree: Any, means: tuple[Any, ...]) -> Callable[[Sequence[Any]], Any]:
-        """Return the compiled update of an optimizer's variables by the arrays of `tree`."""
+        """Trace and compile the update of an optimizer's variables by the arrays of `tree`; return it.
+
+        Waits for the other processes, which do the same, and raises StrategyError if they have a different update.
+        """
         traced = trace(lambda *leaves: optimizer.apply_mean(tree.unflatten(leaves)), means, {})
         if self._programs is not None:
             self._programs.compare(f"the update of {optimizer.name!r}", listing(traced))
         return cast(StateBackend, default_home()).runner(traced, check=False, observe=None)
 
     def _means(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the means over all processes of arrays that each of them has, in this process."""
+        """Return the means of `values` over all processes, as arrays of this process. All processes call it."""
         count = jax.process_count()
         if count == 1:
             return [*values]

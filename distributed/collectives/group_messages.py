@@ -14,7 +14,7 @@ END = "the end of the program"
 
 
 class GroupFormed(Message, frozen=True):
-    """The members of the group, in the order of their ranks, and the life of each."""
+    """The group has formed: its members, in the order of their ranks, and the life of each."""
 
     members: tuple[str, ...]
     lives: tuple[int, ...]
@@ -71,9 +71,9 @@ class LeaderWork(msgspec.Struct, frozen=True):
 
 
 class LeaderWorks(Request[Ok], frozen=True):
-    """The member of rank 0 has begun a work, or has ended it.
+    """The member of rank 0 has begun a work, or with `has_ended` has ended it.
 
-    Then `error` says why it failed, and `kind` is the name of the error's class; empty if it did not fail.
+    `kind`, `error`  class name and text of the error that ended the work; empty if it did not fail
     """
 
     speaker = "task"
@@ -93,7 +93,7 @@ class LeaderWorkEnded(Message, frozen=True):
 
 
 class AwaitLeaderWork(Request[LeaderWorkEnded], frozen=True):
-    """Wait for the end of a work of the member of rank 0, at most `timeout_s`."""
+    """Wait, at most `timeout_s`, for the end of a work of rank 0; refused if rank 0 went on without the work."""
 
     speaker = "task"
 

@@ -42,7 +42,8 @@ def refuse_late_start() -> None:
 def start_runtime(group: ProcessGroup, host: str, timeout_s: float) -> Callable[[], None]:
     """Start JAX's runtime over the processes of a group: then `jax.devices()` lists the devices of all of them.
 
-    Returns a function that ends it. All members call that after `ProcessGroup.close`; arrays keep their values.
+    Returns a function that ends the runtime. All members call it after `ProcessGroup.close`; arrays keep their values.
+    Raises StrategyError if JAX's service ends at its start or cannot be reached.
 
     host       address of this process's host for the other members
     timeout_s  longest wait for the other members
@@ -73,7 +74,10 @@ def start_runtime(group: ProcessGroup, host: str, timeout_s: float) -> Callable[
 
 
 def _served(host: str, members: int) -> tuple[str, Callable[[], object]]:
-    """Start the service; return its address, and a function that ends it."""
+    """Start JAX's service as a process; return its address, and a function that ends it.
+
+    Raises StrategyError if the process ends before it has an address.
+    """
     command = [sys.executable, str(_SCRIPT), host, str(members), str(NEVER_S)]
     # In a new session, since a launcher kills the rest of the session of a process that has died.
     service = subprocess.Popen(
@@ -87,7 +91,7 @@ def _served(host: str, members: int) -> tuple[str, Callable[[], object]]:
 
 
 def _check_reached(address: str, timeout_s: float) -> None:
-    """Raise StrategyError if JAX's service cannot be reached, after which JAX would abort the process."""
+    """Raise StrategyError if JAX's service cannot be reached: JAX itself would abort the process."""
     parsed = parse_address(address)
     assert isinstance(parsed, TcpAddress)
     try:
@@ -104,8 +108,8 @@ def _check_reached(address: str, timeout_s: float) -> None:
 def _without_proxy(address: str) -> Iterator[None]:
     """Return a context that has gRPC connect to an address directly, not through a proxy of the environment.
 
-    gRPC reads the environment when it makes a connection. The context sets a variable that only gRPC reads: the hosts
-    that are reached without a proxy.
+    gRPC reads the environment when it makes a connection. The context sets a variable that only gRPC reads, the hosts
+    that are reached without a proxy, and turns off JAX's warning of proxies.
     """
     if not any("_proxy" in name.lower() for name in os.environ):
         yield

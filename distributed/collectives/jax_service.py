@@ -22,7 +22,7 @@ LINGER_S = 15.0
 
 
 def main() -> None:
-    """Serve until the parent says that all members are done, or for a while after its death."""
+    """Print the service's address, and serve until the parent sends a byte, or until `LINGER_S` after its death."""
     host, members, timeout_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     # An interrupt from the terminal comes to all processes there: the members decide what happens.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

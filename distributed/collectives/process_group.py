@@ -61,8 +61,12 @@ def current_group() -> ProcessGroup | None:
 
 
 class ProcessGroup:
-    """The group of this process, from `formed`; `close` is called on every member, or the process ends with an error.
+    """This process as a member of a group; `current_group` returns it until `close`, which every member calls.
 
+    If another member leaves by a fault, or the coordinator is lost, the process ends with `STATUS` after `GRACE_S`. At
+    the exit of the program, a group that is not closed is closed, or the process ends without waiting for the others.
+
+    formed     answer of the coordinator
     timeout_s  longest wait for the other members at a point of the program
     """
 
@@ -111,7 +115,7 @@ class ProcessGroup:
         return self._coordinator.ask(message, wait_s + BARRIER_GRACE_S).words
 
     def leader_work(self, name: str) -> LeaderWork:
-        """Return a new work of the member of rank 0, the same on all members that come to this point of the program.
+        """Number the next work of the member of rank 0: equal on all members that come to this point. Sends nothing.
 
         name  of the work, for errors
         """
@@ -121,7 +125,10 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def leading(self, work: LeaderWork) -> Iterator[None]:
-        """Return the context of a work that the member of rank 0 does without a wait for other members."""
+        """Return the context in which rank 0 does a work. It waits for no other member.
+
+        Reports the begin of the work, and its end or error, to the coordinator, for members in `await_leader`.
+        """
         self._tell_work(work)
         try:
             yield
@@ -135,7 +142,7 @@ class ProcessGroup:
         self._coordinator.ask(LeaderWorks(self._coordinator.task, work, **how))
 
     def await_leader(self, work: LeaderWork, timeout_s: float | None = None) -> LeaderWorkEnded:
-        """Wait until the member of rank 0 has done a work, or has failed to.
+        """Wait until the member of rank 0 has ended a work; the answer has the error if it failed.
 
         timeout_s  longest wait, by default that of the group
         raises     StrategyError when the member of rank 0 has gone on without the work; DeadlineExceeded; TaskLost
@@ -146,8 +153,10 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Return the context of a computation of all members, which raises TaskLost in place of other errors if one has
-        left: a collective fails when the connections from that member end, before the coordinator has noticed.
+        """Return the context of a computation of all members: if the group is lost, an error becomes TaskLost.
+
+        A collective fails when the connections from a lost member end, before the coordinator has noticed. So an error
+        waits up to `CAUSE_S` for that news. Errors of dflow are raised as they are.
         """
         try:
             yield
@@ -161,7 +170,10 @@ class ProcessGroup:
             ) from error
 
     def close(self) -> None:
-        """Wait until all members are done; later ends of other members do not end this process."""
+        """Wait until all members close the group; later ends of other members do not end this process.
+
+        Raises the errors of `exchange`. A second call does nothing.
+        """
         if self._is_closed:
             return
         self.exchange(END, timeout_s=END_S)
@@ -178,7 +190,10 @@ class ProcessGroup:
             self._lose("; ".join(faults))
 
     def _lose(self, why: str) -> None:
-        """Note that the group is over, by the loss of another member or of the coordinator, and end the process."""
+        """Mark the group as lost, log why, and end the process after `GRACE_S` unless the group is closed by then.
+
+        Does nothing if the group is lost or closed.
+        """
         if self._is_lost.is_set() or self._is_closed:
             return
         self._lost = why
@@ -191,15 +206,16 @@ class ProcessGroup:
         threading.Thread(target=self._end_soon, name="dflow group", daemon=True).start()
 
     def _end_soon(self) -> None:
-        """End the process, unless the program has ended by then."""
+        """Wait `GRACE_S`, and end the process unless the group is closed by then."""
         threading.Event().wait(GRACE_S)
         if not self._is_closed:
             _end_now(STATUS)
 
     def _end_of_program(self) -> None:
-        """At the exit of a process that has not closed its group: close it, or end without waiting for the others.
+        """At the exit of the program, close the group; after a failure, end the process without waiting for the others.
 
-        Without this, JAX waits at its own exit for members that wait for this process in a collective.
+        After SIGTERM or an error of the program, the task leaves the cluster first. Why: JAX waits at its own exit for
+        members that wait for this process in a collective.
         """
         has_failed = hasattr(sys, "last_type")  # Python sets it when it prints the error that ends the program
         if Terminated.raised is not None:
@@ -221,7 +237,7 @@ class ProcessGroup:
 
 
 def _end_now(status: int) -> None:
-    """End the process without any wait: the handlers of its exit would wait for other members."""
+    """Flush the logs and streams, and end the process without its exit handlers, which would wait for other members."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # it may be closed

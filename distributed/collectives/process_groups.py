@@ -73,13 +73,19 @@ class Waiting(Generic[Asked]):
 
     @property
     def until_s(self) -> float:
-        """The end of the wait."""
+        """Deadline of the request, in s, by the coordinator's clock."""
         return self.received.at_s + self.request.timeout_s
 
 
 @dataclass
 class _Channel:
-    """The exchanges of one thread of the program: the number and the words of the last one, and the open one."""
+    """The exchanges of one thread of the program.
+
+    number        number of the last complete exchange, and `words` its words by rank
+    given         requests of the open exchange, by task
+    began_s       time of the first of them, in s
+    is_announced  whether the open exchange was logged, as it lasts long
+    """
 
     number: int = 0
     words: tuple[str, ...] = ()
@@ -90,7 +96,12 @@ class _Channel:
 
 @dataclass
 class _Group:
-    """A group, from its beginning until all its members have left; `lost` says which of them has left first."""
+    """A group, from its beginning until all its members have left.
+
+    members   life of each member, by task, in the order of their ranks
+    lost      sentence about the first member that left; empty while there is none
+    channels  the exchanges of the group, by channel
+    """
 
     members: dict[str, int]
     lost: str = ""
@@ -109,18 +120,18 @@ class _Group:
 
     @property
     def described_end(self) -> str:
-        """Description of the end of the group."""
+        """Sentence for errors: the group is over, and why."""
         return f"the group of {', '.join(map(short_task_name, self.members))} is over: {self.lost}"
 
     @property
     def formed(self) -> GroupFormed:
-        """The answer to every member."""
+        """The answer to each member's `JoinGroup`."""
         return GroupFormed(tuple(self.members), tuple(self.members.values()))
 
     # Works of the member of rank 0.
 
     def note_work(self, told: LeaderWorks) -> list[SendReply]:
-        """Note the begin or the end of a work."""
+        """Record the begin or the end of a work of rank 0; at its end, answer the members that wait for it."""
         if not told.has_ended:
             self._begun.add(told.work)
             return []
@@ -131,7 +142,10 @@ class _Group:
         return [SendReply(one.received.ask, ended) for one in self._take(lambda one: one.request.work == told.work)]
 
     def await_work(self, member: Waiting[AwaitLeaderWork]) -> list[SendReply]:
-        """Answer a member when the work has ended."""
+        """Answer the member if rank 0 has ended the work, else keep the request until then.
+
+        Refuses each waiting request for a work that rank 0 has passed without it.
+        """
         request = member.request
         if request.work in self._ended:
             return [SendReply(member.received.ask, self._ended[request.work])]
@@ -140,18 +154,21 @@ class _Group:
         return self._refuse_passed()
 
     def come(self, task: str, point: int) -> list[SendReply]:
-        """Note that a member's main thread has come to an exchange."""
+        """Record the exchange that rank 0's main thread has come to; refuse waits for works that it has passed.
+
+        Other members' exchanges change nothing.
+        """
         if task == self._leader:
             self._point = max(self._point, point)
         return self._refuse_passed()
 
     def expire(self, at_s: float) -> list[SendReply]:
-        """End the waits that are past their deadlines."""
+        """Refuse the members that have waited too long for a work of rank 0, with DeadlineExceeded."""
         late = self._take(lambda one: at_s >= one.until_s)
         return self._refuse(late, "DeadlineExceeded", "and it has not ended")
 
     def lose(self, why: str) -> list[SendReply]:
-        """End all waits, since the group is over."""
+        """Refuse all members that wait for a work of rank 0, with TaskLost; `why` is the text."""
         waiting, self._waiting = self._waiting, []
         return [SendReply(one.received.ask, Failure("TaskLost", why)) for one in waiting]
 
@@ -197,12 +214,12 @@ class ProcessGroups(CoordinatorPart):
         self._groups: dict[int, _Group] = {}
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
-        """End the groups of tasks that have left."""
+        """End the groups of tasks that have left, and form groups that waited for these tasks only: see `leave`."""
         return [reply for one in left for reply in self.leave(at_s, one.task, one.life, one.described)]
 
     @requests.handles(JoinGroup)
     def join(self, request: JoinGroup, received: Received) -> Sequence[Command]:
-        """Note that a live task asks for a group; answer all when it was the last one."""
+        """Record that a task asks for a group; form the group and answer all its tasks when no task is missing."""
         if received.life in self._groups:  # the answer was lost with a connection
             return [SendReply(received.ask, self._groups[received.life].formed)]
         job, _ = split_task_name(request.task)
@@ -211,7 +228,10 @@ class ProcessGroups(CoordinatorPart):
 
     @requests.handles(Exchange)
     def exchange(self, request: Exchange, received: Received) -> Sequence[Command]:
-        """Take the word of a live task; answer all members when it was the last one."""
+        """Record the word of a member; answer all members when no word is missing.
+
+        Refuses the request if the group is over, and all waiting ones if the members are at different points.
+        """
         group = self._going_on(received.life, request.task)
         if isinstance(group, Failure):
             return [SendReply(received.ask, group)]
@@ -220,7 +240,10 @@ class ProcessGroups(CoordinatorPart):
 
     @requests.handles(AwaitLeaderWork)
     def await_work(self, request: AwaitLeaderWork, received: Received) -> Sequence[Command]:
-        """Answer a live task when the member of rank 0 of its group has ended a work."""
+        """Answer a member when rank 0 of its group has ended the work.
+
+        Refuses it if the group is over, or if rank 0 went on without that work.
+        """
         group = self._going_on(received.life, request.task)
         if isinstance(group, Failure):
             return [SendReply(received.ask, group)]
@@ -228,12 +251,12 @@ class ProcessGroups(CoordinatorPart):
 
     @requests.handles(LeaderWorks)
     def note_work(self, told: LeaderWorks, received: Received) -> Sequence[Command]:
-        """Note that a member of rank 0 has begun or ended a work for its group."""
+        """Record that a member of rank 0 has begun or ended a work; answer it and the members that wait for the end."""
         group = self._groups.get(received.life)
         return [*(group.note_work(told) if group is not None else []), SendReply(received.ask, Ok())]
 
     def _going_on(self, life: int, task: str) -> _Group | Failure:
-        """Return the group of a life, or the answer if it is over."""
+        """Return the group of a life, or a TaskLost failure if the group is over or unknown."""
         group = self._groups.get(life)
         if group is not None and not group.lost:
             return group
@@ -257,7 +280,10 @@ class ProcessGroups(CoordinatorPart):
         return answers
 
     def leave(self, at_s: float, task: str, life: int, why: str) -> list[SendReply]:
-        """Note that a task has left in this life; `why` is a sentence for the errors."""
+        """Remove a task that left, and end the group of its life: its waiting members are refused with TaskLost.
+
+        Also forms the group of its job, if that waited for this task only. `why` is a sentence for the errors.
+        """
         job, _ = split_task_name(task)
         self._waiting.get(job, {}).pop(task, None)
         replies = self._form(job, at_s)
@@ -272,7 +298,10 @@ class ProcessGroups(CoordinatorPart):
         return replies + group.lose(group.described_end)
 
     def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Form the groups that wait for no task any longer, and end the waits that are past their deadlines."""
+        """Form the groups that wait for no task any longer, and refuse the requests that are past their deadlines.
+
+        Logs an exchange after `LONG_EXCHANGE_S`, or refuses it if its missing members wait elsewhere.
+        """
         commands: list[Command] = []
         for job, waiting in self._waiting.items():
             commands += self._form(job, at_s)
@@ -319,7 +348,7 @@ class ProcessGroups(CoordinatorPart):
         return found
 
     def _form(self, job: str, at_s: float) -> list[SendReply]:
-        """Form the group of a job if all its tasks wait for it."""
+        """Form the group of a job, and answer its tasks, if all expected ones have asked; return the answers."""
         waiting = self._waiting.get(job, {})
         if not waiting or not waiting.keys() >= set(self._expected(job, at_s)):
             return []
@@ -338,7 +367,7 @@ def _is_late(channel: _Channel, at_s: float) -> bool:
 
 
 def _apart(channel: _Channel, elsewhere: Mapping[str, str] = {}) -> str:
-    """Describe members that have come to different points of the program; `elsewhere` are those of other waits."""
+    """Describe members that are at different points of the program; `elsewhere` has those that wait elsewhere."""
     here = {task: given.request.name for task, given in channel.given.items()} | dict(elsewhere)
     described = ", ".join(f"{short_task_name(task)} at {name}" for task, name in here.items())
     return (

@@ -38,7 +38,8 @@ class ProcessMesh:
     axes           sizes of the mesh by the names of its axes; one of them may be -1: what the others leave
     batch_axis     the axis over which batches are divided
     fully_sharded  whether variables without a spec are divided over the axis of batches
-    raises         StrategyError for other axes, or if the processes have unequal parts of the axis of batches
+    raises         StrategyError for axes that do not fit the number of devices, for another `batch_axis`, or if the
+                   processes have unequal parts of the axis of batches
     """
 
     def __init__(self, axes: Mapping[str, int], batch_axis: str, *, fully_sharded: bool) -> None:
@@ -63,7 +64,7 @@ class ProcessMesh:
         self.shares_part = jax.process_count() > len(parts)
 
     def _positions(self) -> dict[int, tuple[int, ...]]:
-        """Return the positions along the axis of batches that each process has devices at."""
+        """Return, by process, the positions along the axis of batches at which it has devices."""
         axis = self.mesh.axis_names.index(self._batch_axis)
         found: dict[int, set[int]] = {}
         for index, device in np.ndenumerate(self.mesh.devices):
@@ -72,13 +73,14 @@ class ProcessMesh:
 
     @contextmanager
     def shared_step(self, programs: AgreedPrograms, point: str, *, is_one_call: bool) -> Iterator[None]:
-        """Return the context of a step, whose optimizers may only have variables on this mesh.
+        """Return the context of a step, which raises VariableError for an optimizer with variables not on this mesh.
 
         programs     compares the programs of the step with those of the other processes
         point        name of the step, which all processes have come to
         is_one_call  whether it is one call of a function of `dflow.jit`
 
-        A step with variables on other tasks is refused: each process would run all of it, and apply each update again.
+        A step with variables or queues on other tasks is refused with StrategyError: each process would run all of it,
+        and apply each update again.
         """
         why = "AllReduce: expected a step over variables of the mesh, got one with variables or queues on other tasks"
         remedy = "train by Hybrid, which has tables on tasks, or by Sync"
@@ -93,13 +95,20 @@ class ProcessMesh:
         return isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
 
     def variables(self, group: ProcessGroup | None, store: Store) -> AbstractContextManager[None]:
-        """Put the variables made inside on this mesh, and compare them with those of the other processes."""
+        """Return a context that spreads its new variables over this mesh, and compares them at its end.
+
+        Raises StrategyError in all processes if theirs differ.
+        """
         return _compared(group, store, self.sharding_of)
 
     def copies(
         self, group: ProcessGroup | None, store: Store, known: WeakDict[Variable, None]
     ) -> AbstractContextManager[None]:
-        """Compare the variables made inside with the copies of the other processes, and add them to those known."""
+        """Return a context that adds its new variables to `known`, and compares them at its end.
+
+        Each process has a copy. Raises StrategyError in all processes if the copies differ, and DeviceError for a
+        variable with a `PartitionSpec`.
+        """
 
         def keep(variable: Variable) -> Sharding | None:
             if isinstance(variable.sharding, PartitionSpec):
@@ -115,7 +124,10 @@ class ProcessMesh:
         return _compared(group, store, keep)
 
     def sharding_of(self, variable: Variable) -> Sharding | None:
-        """Return the sharding of a new variable; None on a mesh of one device. Raises DeviceError."""
+        """Return the sharding of a new variable: its own `Sharding`, or one over this mesh by its `PartitionSpec`.
+
+        None without a `Sharding` on a mesh of one device. Raises DeviceError for a spec that does not fit.
+        """
         given = variable.sharding
         if isinstance(given, Sharding):
             return given
@@ -143,7 +155,8 @@ class ProcessMesh:
     def described(self, batch: Any) -> str:
         """Return a text that is equal for batches of the same structure, shapes, dtypes and scalars.
 
-        Raises StrategyError for an array that cannot be divided among the devices of this process.
+        Raises StrategyError for an array that cannot be divided among the devices of this process, and
+        NumberRangeError for integers beyond 32 bits: see `check_numbers`.
         """
         leaves, tree = jax.tree_util.tree_flatten(batch, is_leaf=is_variable)
         check_numbers(leaves, lambda: leaf_names("run: batches: batch", batch, is_variable))
@@ -167,7 +180,7 @@ class ProcessMesh:
         return str(type)
 
     def checksum(self, batch: Any) -> int:
-        """Return a checksum of the values, to compare the batches of processes that give the same part."""
+        """Return a checksum of the arrays that are divided, to compare batches of processes that give the same part."""
         found = 0
         for leaf in jax.tree_util.tree_leaves(batch, is_leaf=is_variable):
             if _is_divided(leaf):
@@ -196,7 +209,10 @@ class ProcessMesh:
 def _compared(
     group: ProcessGroup | None, store: Store, sharding_of: Callable[[Variable], Sharding | None]
 ) -> Iterator[None]:
-    """Compare the variables made inside, which get these shardings, with those of the other processes."""
+    """Return a context that gives its new variables the shardings, and compares them with other processes' at its end.
+
+    Raises StrategyError in all processes if they differ.
+    """
     made: list[Variable] = []
 
     def spread(variable: Variable) -> Sharding | None:
@@ -210,7 +226,7 @@ def _compared(
 
 
 def _sizes(axes: Mapping[str, int], devices: int) -> tuple[int, ...]:
-    """Return the sizes of the axes, whose product is the number of devices."""
+    """Return the sizes of the axes, with -1 filled in. Raises StrategyError unless their product is `devices`."""
     known = math.prod(size for size in axes.values() if size != -1)
     is_open = [*axes.values()].count(-1)
     is_valid = all(size == -1 or size > 0 for size in axes.values()) and is_open <= 1 and known > 0
@@ -224,13 +240,13 @@ def _sizes(axes: Mapping[str, int], devices: int) -> tuple[int, ...]:
 
 
 def _is_divided(leaf: Any) -> bool:
-    """Whether a leaf of a batch is an array with a first dimension, as this process has it."""
+    """Whether a leaf of a batch is divided: an array of at least one dimension, with all its values in this process."""
     is_array = hasattr(leaf, "dtype") and not is_variable(leaf) and getattr(leaf, "ndim", 0) > 0
     return is_array and not (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
 
 
 def _scalar(leaf: Any) -> str:
-    """Return the text of a scalar's value; of an array of all processes that of its type."""
+    """Return the value of a scalar as text, or the type of an array over all processes."""
     if getattr(leaf, "ndim", 0):
         return f"over all processes: {array_type_of(leaf)}"
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
