@@ -33,7 +33,7 @@ Sums = Callable[[range, Sequence[jax.Array]], Mapping[str, float]]
 
 
 class Evaluations:
-    """The evaluations that a task of a cluster has part in."""
+    """The evaluations of a cluster that this task takes part in."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._names = cluster, set[str]()
@@ -41,7 +41,7 @@ class Evaluations:
     def begin(self, name: str, count: int) -> SharedEvaluation | None:
         """Return this task's part in an evaluation of `count` batches; None in a standalone process.
 
-        Raises TrainingError for the name of an earlier one of this process.
+        Raises TrainingError for the name of an earlier evaluation of this process.
         """
         if name in self._names:
             raise TrainingError(
@@ -61,11 +61,12 @@ class SharedEvaluation:
         self._result = self._claim(f"result of evaluation {name}", 1)
 
     def run(self, variables: Sequence[Variable], sums: Sums) -> dict[str, float]:
-        """Evaluate batches until all are counted; return the sums over all of them.
+        """Evaluate batches until all tasks together have done all; return the sums over all of them, by name.
 
-        If a task with variables is lost, begins again when all tasks have returned to a snapshot.
+        If a task that holds variables is lost, the evaluation starts again after the return to a snapshot.
 
-        sums  evaluates the batches of some numbers with these values of the variables, and returns their sums by name
+        sums  function of a range of batch numbers and the captured values of `variables`; it evaluates these batches
+              and returns their sums by name
         """
         return self._cluster.steps.retried(lambda: self._run(variables, sums))
 
@@ -78,10 +79,10 @@ class SharedEvaluation:
             shared.end()
 
     def _captured(self, shared: SharedValues) -> tuple[str, list[jax.Array]] | dict[str, float]:
-        """Return the capture and its values; or the result, if the evaluation is complete.
+        """Return the name of the shared capture and its values, or the result if the evaluation is complete.
 
-        An attempt at a capture is a run of one step. If it is done, and there is neither a capture nor a result, the
-        tasks that used the capture have died or failed.
+        Each attempt at a capture is a run of one step: the task that claims it captures the values, the others wait. If
+        all tasks that used the capture are lost or failed before there is a result, the next attempt makes another one.
         """
         for attempt in itertools.count():
             if result := self._ask(replace(self._result, more=False)).sums:
@@ -105,7 +106,7 @@ class SharedEvaluation:
         return dict(given.sums)
 
     def _recorded(self, sums: dict[str, float]) -> dict[str, float]:
-        """Record the result, for tasks that come later; return the one that was recorded first."""
+        """Record the sums as the result, unless another task has; return the result that was recorded first."""
         given = self._ask(self._result)
         if given.count:
             given = self._ask(replace(self._result, done=1, sums=sums))
@@ -113,7 +114,7 @@ class SharedEvaluation:
 
     @contextmanager
     def _returned(self, claim: ClaimSteps) -> Iterator[None]:
-        """Return a context whose error returns the claimed steps to the other tasks."""
+        """Return a context that, if its block raises, returns the claimed steps to the other tasks."""
         try:
             yield
         except BaseException:
