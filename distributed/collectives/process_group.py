@@ -214,8 +214,8 @@ class ProcessGroup:
     def _end_of_program(self) -> None:
         """At the exit of the program, close the group; after a failure, end the process without waiting for the others.
 
-        After SIGTERM or an error of the program, the task leaves the cluster first. Why: JAX waits at its own exit for
-        members that wait for this process in a collective.
+        After SIGTERM or an error of the program, the task leaves the cluster, so that the others end too.
+        Why: JAX waits at its own exit for members that wait for this process in a collective.
         """
         has_failed = hasattr(sys, "last_type")  # Python sets it when it prints the error that ends the program
         if Terminated.raised is not None:

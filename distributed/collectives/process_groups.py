@@ -214,7 +214,7 @@ class ProcessGroups(CoordinatorPart):
         self._groups: dict[int, _Group] = {}
 
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
-        """End the groups of tasks that have left, and form groups that waited for these tasks only: see `leave`."""
+        """End the groups of tasks that have left, and form groups that wait for no task any longer: see `leave`."""
         return [reply for one in left for reply in self.leave(at_s, one.task, one.life, one.described)]
 
     @requests.handles(JoinGroup)
@@ -282,7 +282,7 @@ class ProcessGroups(CoordinatorPart):
     def leave(self, at_s: float, task: str, life: int, why: str) -> list[SendReply]:
         """Remove a task that left, and end the group of its life: its waiting members are refused with TaskLost.
 
-        Also forms the group of its job, if that waited for this task only. `why` is a sentence for the errors.
+        Also forms the next group of its job, if that waits for no task any longer. `why` is a sentence for the errors.
         """
         job, _ = split_task_name(task)
         self._waiting.get(job, {}).pop(task, None)

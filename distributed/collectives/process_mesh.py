@@ -95,18 +95,18 @@ class ProcessMesh:
         return isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
 
     def variables(self, group: ProcessGroup | None, store: Store) -> AbstractContextManager[None]:
-        """Return a context that spreads its new variables over this mesh, and compares them at its end.
+        """Return a context that spreads its new variables over this mesh.
 
-        Raises StrategyError in all processes if theirs differ.
+        At its end, compares them with those of the other processes; raises StrategyError in all if they differ.
         """
         return _compared(group, store, self.sharding_of)
 
     def copies(
         self, group: ProcessGroup | None, store: Store, known: WeakDict[Variable, None]
     ) -> AbstractContextManager[None]:
-        """Return a context that adds its new variables to `known`, and compares them at its end.
+        """Return a context that adds its new variables, of which each process makes a copy, to `known`.
 
-        Each process has a copy. Raises StrategyError in all processes if the copies differ, and DeviceError for a
+        At its end, compares the copies; raises StrategyError in all processes if they differ. Raises DeviceError for a
         variable with a `PartitionSpec`.
         """
 
@@ -209,9 +209,9 @@ class ProcessMesh:
 def _compared(
     group: ProcessGroup | None, store: Store, sharding_of: Callable[[Variable], Sharding | None]
 ) -> Iterator[None]:
-    """Return a context that gives its new variables the shardings, and compares them with other processes' at its end.
+    """Return a context that gives each new variable the sharding that `sharding_of` returns.
 
-    Raises StrategyError in all processes if they differ.
+    At its end, compares the variables with those of the other processes; raises StrategyError in all if they differ.
     """
     made: list[Variable] = []
 

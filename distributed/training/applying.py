@@ -102,7 +102,7 @@ _applied: WeakSet[GivenOptimizer] = WeakSet()
 
 
 def applied_to(variables: Iterable[Any]) -> list[GivenOptimizer]:
-    """Return the optimizers of this process that have been applied and whose variables are all among these, by name."""
+    """Return the applied optimizers of this process whose variables are all among these, sorted by name."""
     known = {*map(id, variables)}
     found = [one for one in list(_applied) if all(id(variable) in known for variable in _variables_of(one))]
     return sorted(found, key=lambda one: one.name)

@@ -70,7 +70,7 @@ class RunProgress(CoordinatorPart):
         return []
 
     def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Log the news."""
+        """Return commands that log the texts of `take_news`."""
         return [*map(Log, self.take_news())]
 
     def take_news(self) -> list[str]:
@@ -191,7 +191,8 @@ class RunProgress(CoordinatorPart):
         """Return the runs that the program must run again, with their counts; a plan takes the place of its parts.
 
         undone  the counts of runs that were complete, and are not any more
-        before  the counts of all runs at that time; a plan that was not complete then is left out: it repeats its parts
+        before  the counts of all runs when those were complete; a plan that was not complete then is left out, as its
+                program repeats its parts
         counts  the present counts of all runs
         """
         found = {}
