@@ -34,7 +34,11 @@ _Bounds = Mapping[tuple[str, str], int]
 
 
 def align(samples: Mapping[str, Sequence[ClockSample]], crossings: Iterable[Crossing]) -> dict[str, Offset]:
-    """Return the offset of each clock that has at least one sample."""
+    """Return the offset of each task's clock from ours.
+
+    `samples`    at least one round trip for each task
+    `crossings`  values, which narrow the offsets; all are ignored if they contradict each other or the round trips
+    """
     by_trips = _bounds_of_trips(samples)
     for bounds in (by_trips | _bounds_of_crossings(samples, crossings), by_trips):
         greatest = _shortest_paths(bounds, samples)

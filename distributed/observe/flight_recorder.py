@@ -54,7 +54,8 @@ class FlightRecorder:
     def dump(self, why: str) -> str:
         """Write the newest events; return the path of the text file, or "" when it cannot be written.
 
-        A second file, with suffix .jsonl, has the same events as JSON, one per line.
+        A second file, with suffix .jsonl, has the same events as JSON, one per line. Within `PAUSE_S` of the last dump
+        this writes nothing, and returns the path of that dump.
         """
         with self._lock:
             now_s = self._clock()
@@ -69,7 +70,7 @@ class FlightRecorder:
             return self._newest
 
     def dump_soon(self, why: str) -> None:
-        """Write the newest events on a new thread, and log the path."""
+        """Call `dump` on a new thread, and log the path."""
         threading.Thread(target=self._dump_and_say, args=(why,), name="dflow dump", daemon=True).start()
 
     def _dump_and_say(self, why: str) -> None:
@@ -98,7 +99,10 @@ class FlightRecorder:
 
 
 def _make_private(folder: Path) -> None:
-    """Create the folder, private to this user; raise PermissionError for another user's in the temporary folder."""
+    """Create the folder unless it exists; directly in the temporary folder, with mode 0700.
+
+    There, raises PermissionError if it is another user's, or a link.
+    """
     if folder.parent == Path(tempfile.gettempdir()):
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -167,7 +171,7 @@ def _after(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape a text that is not printable, so that it stays on one line."""
+    """Return the text, escaped if it is not printable, so that it stays on one line."""
     return text.encode("unicode_escape").decode() if not text.isprintable() else text
 
 

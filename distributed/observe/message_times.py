@@ -34,7 +34,8 @@ class SentMessage:
         return self.sent.began_ns or self.sent.at_ns
 
 
-#: A message of a trace: the starting task and the number of its step, the edge, the sender and the receiver.
+#: A message of a trace: the starting task and the number of its step, the edge, the sender and the receiver. An edge
+#: has at most one message in a step, or in an iteration of a loop.
 MessageKey = tuple[str, int, str, str, str]
 
 
@@ -59,6 +60,6 @@ def sent_messages(events: Mapping[str, Sequence[Event]]) -> list[SentMessage]:
 
 
 def key_of(task: str, event: Event) -> MessageKey:
-    """Return the message of an event SENT or RECEIVED of `task`; an edge has at most one in a step, or iteration."""
+    """Return the key of the message that `task` sent or received at `event`."""
     source, destination = (task, event.peer) if event.what == SENT else (event.peer, task)
     return (event.origin, event.step, event.name, source, destination)

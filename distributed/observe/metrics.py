@@ -26,7 +26,10 @@ OTHERS = "others"
 
 
 class MetricsEndpoint:
-    """Serves the metrics of `collect` at `address`: a port on 127.0.0.1, or `host:port`; port 0 picks any free one.
+    """Serves the metrics of `collect` at `address` from construction until `close`.
+
+    `collect`  called at each scrape, on a thread of the server
+    `address`  a port on 127.0.0.1, or `host:port`; port 0 picks any free one
 
     raises  ConfigError without the package prometheus_client, and for a malformed address; OSError for a port in use
     """
@@ -85,7 +88,11 @@ def coordinator_metrics(status: Status) -> Iterator[Metric]:
 
 
 def of_steps(noun: str, text: str, totals: StepTotals) -> Iterator[Metric]:
-    """Yield the counts of steps by outcome and by error, and the histogram of their times in s."""
+    """Yield the counts of steps by outcome and by error, and the histogram of their times in s.
+
+    `noun`  "step" or "part", for the names of the metrics
+    `text`  what is counted, for their descriptions
+    """
     from prometheus_client.core import HistogramMetricFamily
 
     ended = {"ok": totals.done, "error": sum(totals.errors.values())}
@@ -97,7 +104,7 @@ def of_steps(noun: str, text: str, totals: StepTotals) -> Iterator[Metric]:
 
 
 def counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a counter with one value for each value of its label; without a label, of the key ""."""
+    """Return a counter with `values` by value of `label`; with an empty label, `values` has one entry, of key ""."""
     from prometheus_client.core import CounterMetricFamily
 
     family = CounterMetricFamily(name, text, labels=[label] if label else [])
@@ -117,12 +124,12 @@ def gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metr
 
 
 def by_short_name(by_task: Mapping[str, int]) -> dict[str, int]:
-    """Return the values by the short names of tasks; see `bounded`."""
+    """Return the values by the short names of tasks, `bounded`."""
     return bounded({short_task_name(task): size for task, size in by_task.items()})
 
 
 def bounded(values: Mapping[str, int]) -> dict[str, int]:
-    """Keep the first values, which stay the same as more are added, and sum the others."""
+    """Return the first `MOST_NAMED` values, and the sum of the others, if there are any, as `OTHERS`."""
     first = dict(itertools.islice(values.items(), MOST_NAMED))
     others = sum(value for name, value in values.items() if name not in first)
     return first | ({OTHERS: others} if len(values) > MOST_NAMED else {})

@@ -32,7 +32,7 @@ def processor_use() -> tuple[float, float, int]:
 
 
 def time_of_others(threads: Iterable[int], own: Collection[int], time_of: Callable[[int], float]) -> float:
-    """Return the sum of `time_of` the `threads` that are not in `own`, without threads that have ended."""
+    """Return the sum of `time_of(thread)` over the `threads` that are not in `own` and have not ended."""
     total_s = 0.0
     for thread in threads:
         if thread not in own:

@@ -48,7 +48,8 @@ class StepTimes:
     """Means over the steps of one task, started by tasks of the job `starters`, per step.
 
     `steps`      number of steps in the trace
-    `took_us`    mean over the middle half of the steps by duration, so that a few slow ones do not count, as `division`
+    `took_us`    mean duration of the middle half of the steps by duration, so that a few slow steps do not count
+    `division`   mean division of the same steps
     `messages`, `values`, `size_bytes`  number of messages with values that the task sent, and their content
     """
 
@@ -64,9 +65,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """The messages over one edge, in a step that uses it: more than one in a loop.
+    """The messages over one edge, from one task to another.
 
-    `values`, `size_bytes`  of one message; `values` is 0 if the trace has lost the number
+    `messages`              mean number in a step that uses the edge: more than one in a loop
+    `values`, `size_bytes`  means of one message; a message whose number of values the trace has lost counts as 0
     `sending_us`            median time until the sender had handed a message to its connection
     `arrival_us`            median time from the same beginning to the arrival, or None if no arrival was recorded
     """
@@ -82,7 +84,7 @@ class MessageTimes:
 
 
 def step_times(events: Events, offsets: Mapping[str, Offset]) -> list[StepTimes]:
-    """Return the times by job of the starting tasks and by task."""
+    """Return the mean times of steps, a row for each job that starts steps and each task, sorted by both."""
     sent = sent_messages(events)
     found: dict[tuple[str, str], list[_Step]] = defaultdict(list)
     for task, own in events.items():
@@ -93,7 +95,7 @@ def step_times(events: Events, offsets: Mapping[str, Offset]) -> list[StepTimes]
 
 
 def message_times(events: Events, offsets: Mapping[str, Offset]) -> list[MessageTimes]:
-    """Return the times of the messages, those of the largest edges first."""
+    """Return the sizes and times of messages, a row for each edge and pair of tasks, most bytes per step first."""
     found: dict[tuple[str, str, str], list[SentMessage]] = defaultdict(list)
     for message in sent_messages(events):
         found[message.edge, message.source, message.destination].append(message)
@@ -181,9 +183,9 @@ def _whole(found: Sequence[Span]) -> Interval | None:
 def divide(whole: Interval, activities: Sequence[Sequence[Interval]]) -> Division:
     """Divide the time of a step at a task, in ns, by what happened there, as intervals that may overlap.
 
-    activities  xla, sending and python, as in the description of this file; missing: an awaited value has not arrived,
-                or a part of the step on another task has not ended; flying: a message for the task has left another
-                one, and has not arrived
+    activities  intervals of five kinds, in this order: xla, sending and python, as in the description of this file;
+                missing: an awaited value has not arrived, or a part of the step on another task has not ended; flying:
+                a message for the task has left another one, and has not arrived
     """
     changes = sorted(
         (min(max(at_ns, whole[0]), whole[1]), kind, change)
@@ -219,7 +221,12 @@ def _activities(
     incoming: Sequence[SentMessage],
     ahead: Mapping[str, int],
 ) -> Sequence[Sequence[Interval]]:
-    """Return the activities for `divide`; `ahead` is by how many ns the task's clock is ahead of another task's."""
+    """Return the intervals of XLA, sending, Python, missing values and messages in flight, in this order.
+
+    All times are by the task's clock.
+
+    ahead  ns that the task's clock is ahead of another task's, by that task
+    """
     xla, python, missing = [], [], []
     arrived = {one.sent.name: one.received.at_ns for one in incoming if one.received is not None}
     for span in found:

@@ -42,14 +42,14 @@ MOST_EVENTS = 1_000_000
 LONGEST_S = 3600.0
 
 Observation = GetClock | StartTrace | StopTrace | GetTaskState | ListFunctions | ListTraces | ReadGraph
-#: Those that take too long for a reader thread.
+#: Observations that take too long for a reader thread.
 ON_THREADS: tuple[type[Observation], ...] = (StartTrace, StopTrace, GetTaskState, ListFunctions, ListTraces, ReadGraph)
 
 
 class FunctionSource:
     """The compiled functions of a process: here none, as of a process that runs no code of the user.
 
-    The layers above know them. Thread-safe; nothing is made before it is asked for.
+    The layer `dflow` overrides the methods for other processes. Thread-safe; answers are made at each call.
     """
 
     def functions(self) -> Functions:
@@ -66,14 +66,17 @@ class FunctionSource:
 
 
 def missing_function(number: int) -> GraphNameError:
-    """Return the error for a function that is not there, or is no longer."""
+    """Return the error for a function that this process does not keep, or no longer."""
     return GraphNameError(
         f"function {number}: expected one that this process keeps, got a number of none", "list its functions again"
     )
 
 
 class TaskObserver:
-    """Answers observations of the task whose events are in `recorder`; thread-safe."""
+    """Answers observations of the task whose events are in `recorder`; thread-safe.
+
+    `state`, `usage`  return the task's state without its usage, and its usage
+    """
 
     def __init__(
         self, recorder: Recorder, state: Callable[[], TaskState], usage: Callable[[], TaskUsage | None] = lambda: None
@@ -85,7 +88,7 @@ class TaskObserver:
         self._ends: Stoppable | None = None
 
     def answer(self, message: Observation) -> tuple[Message, Payload]:
-        """Return the answer with its payload.
+        """Carry out an observation, such as the start or end of a trace; return the answer with its payload.
 
         raises  WireError for a trace over the limits; GraphNameError for a function or graph that is not kept
         """
@@ -111,7 +114,7 @@ class TaskObserver:
                 return self.functions.graph(id, trace)
 
     def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
-        """Answer a tracer in this process; as `Peer.call`."""
+        """Answer a tracer in this process, like `Peer.call`; `timeout_s` is ignored."""
         assert isinstance(message, Observation)
         answer, payload = self.answer(message)
         return Reply(cast(Answer, answer), memoryview(payload))

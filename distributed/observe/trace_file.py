@@ -50,7 +50,7 @@ Events = Mapping[str, Sequence[Event]]
 
 
 def first_steps(events: Events, steps: int | None) -> dict[str, list[Event]]:
-    """Keep the events of the first `steps` complete steps (None: of all) that each task started, and of no step."""
+    """Return the events of the first `steps` complete steps (None: all) that each task started, and of no step."""
     wanted: set[tuple[str, int]] = set()
     for task, own in events.items():
         began = {event.step for event in own if event.what == STEP_BEGAN and event.origin == task}
@@ -63,7 +63,7 @@ def first_steps(events: Events, steps: int | None) -> dict[str, list[Event]]:
 
 
 def crossings(events: Events) -> list[Crossing]:
-    """The messages whose sending and arrival were both recorded."""
+    """Return the messages whose sending and arrival were both recorded."""
     return [
         (one.source, one.began_ns, one.destination, one.received.at_ns)
         for one in sent_messages(events)
@@ -98,7 +98,7 @@ def trace_of(events: Events, offsets: Mapping[str, Offset]) -> dict[str, Any]:
 
 
 def _flight_ns(message: SentMessage, offsets: Mapping[str, Offset]) -> int:
-    """Time from the beginning of the sending to the arrival, or to the end of the sending if that is later."""
+    """Return the time from the beginning of the sending to its end, or to the arrival if that is later."""
     sending_ns = message.sent.at_ns - message.began_ns
     if message.received is None:
         return sending_ns
@@ -124,7 +124,11 @@ class _Slice:
 def _of_task(
     task: str, pid: int, zero_ns: int, events: Sequence[Event], messages: Mapping[MessageKey, _DrawnMessage]
 ) -> list[dict[str, Any]]:
-    """Return the trace of one task; `zero_ns` is the start of the whole trace by the task's clock."""
+    """Return the trace of one task.
+
+    pid      number of the task in the trace, shown as its process; no process id
+    zero_ns  start of the whole trace by the task's clock
+    """
 
     def at(at_ns: int, tid: int) -> dict[str, Any]:
         return {"ts": (at_ns - zero_ns) / 1e3, "pid": pid, "tid": tid}
@@ -205,7 +209,7 @@ def _step(event: Event) -> str:
 
 
 def _in_lanes(slices: Iterable[_Slice]) -> list[tuple[str, list[_Slice]]]:
-    """Tracks in order, each repeated as often as needed so that its slices overlap only when nested."""
+    """Return the tracks in order with their slices; a track is repeated so that its slices overlap only when nested."""
     lanes: list[tuple[str, list[_Slice]]] = []
     for track in TRACKS:
         rows: list[tuple[list[int], list[_Slice]]] = []
@@ -222,7 +226,7 @@ def _in_lanes(slices: Iterable[_Slice]) -> list[tuple[str, list[_Slice]]]:
 
 
 def _fits(ends: list[int], each: _Slice) -> bool:
-    """Whether the slice fits a row: after its open slices, or inside the innermost. Drops from `ends` those over."""
+    """Whether the slice fits a row: after its open slices, or inside the innermost. Drops past ones of `ends`."""
     while ends and ends[-1] <= each.start_ns:
         ends.pop()
     return not ends or each.end_ns <= ends[-1]

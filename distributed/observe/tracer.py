@@ -40,7 +40,7 @@ class Observed(Protocol):
     """
 
     def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
-        """See `Peer.call`."""
+        """Return the answer to a request, as `Peer.call` does."""
         ...
 
 
@@ -48,7 +48,8 @@ class Observed(Protocol):
 class Trace:
     """A finished trace.
 
-    `events`   by task, timed by its clock; `offsets` are those of these clocks
+    `events`   by task, timed by its clock
+    `offsets`  of the tasks' clocks from ours
     `lost`     tasks whose earliest events were overwritten
     `missing`  errors of the tasks that did not answer
     """
@@ -63,15 +64,15 @@ class Trace:
         return msgspec.json.encode(trace_of(self.events, self.offsets))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to a file, atomically."""
+        """Write the trace to a file, atomically, in the Trace Event Format."""
         write_whole_file(path, self.json())
 
     def step_times(self) -> list[StepTimes]:
-        """Return how the time of the steps divides, by task; see the file `step_times`."""
+        """Return how the time of steps divides, a row for each starting job and each task; see `step_times.py`."""
         return step_times(self.events, self.offsets)
 
     def message_times(self) -> list[MessageTimes]:
-        """Return the messages of the steps and their times, the largest first."""
+        """Return the sizes and times of messages, a row for each edge and pair of tasks, most bytes per step first."""
         return message_times(self.events, self.offsets)
 
     @property
@@ -81,7 +82,10 @@ class Trace:
 
 
 class Tracer:
-    """Traces `tasks` from construction until `stop`; a task that does not answer, or refuses, is left out."""
+    """Traces `tasks` from construction until `stop`; a task that does not answer, or refuses, is left out.
+
+    `longest_s`  time after which tasks end the trace by themselves
+    """
 
     def __init__(self, tasks: Mapping[str, Observed], *, longest_s: float = 600.0) -> None:
         self._tasks = dict(tasks)
