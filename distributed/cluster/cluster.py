@@ -1,6 +1,6 @@
 """This process as a task of a cluster: the record that strategies, evaluations and collectives are built on.
 
-What they keep for a cluster is an object of their own, which `Cluster.part` makes and closes. Every wait has a
+Each of these keeps an object of its own for a cluster, which `Cluster.part` makes and closes. Every wait has a
 deadline, and its error names the missing task.
 """
 
@@ -67,7 +67,7 @@ def cluster_with(tasks: Collection[str]) -> Cluster | None:
 class ClusterSettings:
     """Timeouts of a cluster, in s.
 
-    `join_timeout_s`     until the coordinator answers, and then until the parameter tasks have joined
+    `join_timeout_s`     until the coordinator answers, and then until the expected tasks of other jobs have joined
     `request_timeout_s`  a read, a write, the creation of a variable, the compilation of a plan on a task
     `step_timeout_s`     one step, from its start until every task has ended its part
     """
@@ -80,13 +80,15 @@ class ClusterSettings:
 class Cluster:
     """This process as the task `/job:<job>/task:<index>` of the cluster whose coordinator is at `coordinator`.
 
+    Construction joins the cluster, and waits for the expected tasks of other jobs; `close` leaves it.
+
     parts          the parts of its task server; see `task_role.TASK_PARTS`
     store          holds the variables of this task
     address        address that this task listens at
     is_standalone  whether this is the only task for good, so that variables live in this process
     clock          makes the calls of the session with the coordinator; None means a thread
-    raises   DeadlineExceeded when the coordinator or a parameter task does not answer: it names the role, the address
-             and the time waited
+    raises   DeadlineExceeded when the coordinator does not answer, or an expected task of another job does not join: it
+             names them and the time waited; RemoteError when a live task has the name
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Cluster:
         #: The variables of this process.
         self.store = store
         self.settings = settings
-        #: What subjects keep for this cluster, by the function that makes it.
+        #: The objects that subjects keep for this cluster, by the function that made each.
         self._parts: dict[Callable[[Cluster], Any], Any] = {}
         self._making = threading.RLock()
         self._closing = ExitStack()
@@ -162,7 +164,7 @@ class Cluster:
         return self.requests.tasks
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
-        """Values and bytes that this task has sent since its start, per edge."""
+        """Return the values and bytes that this task has sent since its start, per edge."""
         return self.server.traffic()
 
     @contextmanager
@@ -171,7 +173,7 @@ class Cluster:
 
         The coordinator chooses the task of each, the same for every worker; the first worker to ask creates it. All
         are created together when the block ends, or earlier when one of them is used. An error names the line on
-        which its variable was made.
+        which its variable was made. Variables of a standalone process stay in this process.
         """
         if self.is_standalone:
             yield
@@ -197,10 +199,10 @@ class Cluster:
         return self.coordinator.ask(ElectOnce(what, self.task)).elected
 
     def decide(self, what: str, value: str | None, timeout_s: float | None = None) -> str | None:
-        """Return what was decided by the first task that asked with a value; None if there is none, and none is given.
+        """Return the value decided for `what`, that of the first task that gave one; None if no task did.
 
         Decisions outlive the coordinator's process. A job that goes on from a snapshot, all of whose processes had
-        ended, decides again. Raises DeadlineExceeded after `timeout_s`, by default when the coordinator is long away.
+        ended, decides again. Raises DeadlineExceeded after `timeout_s`, by default 600 s.
         """
         return self.coordinator.ask(DecideOnce(what, self.task, value), timeout_s).value
 
@@ -220,7 +222,7 @@ class Cluster:
             self.steps.state_changed()
 
     def report(self, name: str, value: float) -> None:
-        """Add a result to the closing table of the run."""
+        """Add a result to the closing table of the run, in place of an earlier one of that name."""
         self.coordinator.ask(Report(name, float(value)))
 
     @property
@@ -268,7 +270,7 @@ class Cluster:
             return self._parts[kind]  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Close the parts, and leave the cluster; a second call does nothing."""
+        """Close the parts and the metrics, and leave the cluster; a second call does nothing."""
         try:
             self._closing.close()
         finally:

@@ -1,6 +1,6 @@
 """Variables, queues and accumulators that live on the tasks of a cluster, as code outside of steps uses them.
 
-The coordinator says which task holds a name, and says the same to every worker; whoever asks first creates it there. A
+The coordinator chooses the task that holds a name, the same for every worker; the first worker to ask creates it. A
 read or a write is one message and its answer; another op on a variable is a step of its own. Tasks save and restore the
 variables that they hold themselves.
 """
@@ -103,7 +103,7 @@ class ClusterHome:
 
     @property
     def spread(self) -> int:
-        """The number of tasks of the job, also of tasks that left: workers that ask at different times agree."""
+        """The number of tasks of the job, with those that left, so that workers that ask at different times agree."""
         roster = self._requests.coordinator.session.roster
         tasks = {*(info.task for info in roster.tasks), *roster.expected}
         return max(1, sum(split_task_name(task)[0] == self._job for task in tasks))
@@ -136,7 +136,7 @@ class ClusterHome:
         return value
 
     def read_together(self, variables: Sequence[Variable]) -> list[jax.Array]:
-        """Return the values; those of one task are of one moment."""
+        """Return the values, asked of all tasks concurrently; those of one task are of one moment."""
         by_task = _by_task({variable.key: [variable] for variable in variables})
         answers = self._ask({task: ReadVariables(tuple(held)) for task, held in by_task.items()})
         values: dict[str, jax.Array] = {}
@@ -147,7 +147,7 @@ class ClusterHome:
 
     @contextmanager
     def at_one_moment(self, variables: Sequence[Variable]) -> Iterator[list[jax.Array]]:
-        """Return the values at one moment of all tasks. Steps wait for the capture, and not for the transfer."""
+        """Return a context with the values at one moment of all tasks. Steps wait for the capture, not the transfer."""
         shared = SharedValues(self._requests, self.steps, variables)
 
         def captured() -> list[jax.Array]:
@@ -164,7 +164,10 @@ class ClusterHome:
 
     @contextmanager
     def capturing(self, variables: SavedVariables) -> Iterator[WriteCaptured]:
-        """Have all tasks keep the values of one moment between two steps; the function given has them write these."""
+        """Return a context in which all tasks keep the values of one moment between two steps.
+
+        It gives the function that has the tasks write them. Raises StrategyError within a step of a run.
+        """
         capture, by_task = (self._requests.task, next(CAPTURE_NUMBERS)), _by_task(variables)
 
         def write(folder: Location, paths: Mapping[str, str]) -> None:
@@ -197,7 +200,11 @@ class ClusterHome:
 
     @contextmanager
     def restoring(self, files: SavedArrays, variables: SavedVariables) -> Iterator[Callable[[], None]]:
-        """Have each task read its arrays; the function given has each task set its variables at one moment."""
+        """Have each task read its arrays on entry; the context gives a function that has all tasks set their variables.
+
+        The function does that between two steps, and waits up to `RESTORE_WAIT_S` for a snapshot with the values. It
+        raises StrategyError within a step of a run.
+        """
         restore, messages = (self._requests.task, next(CAPTURE_NUMBERS)), {}
         for task, held in _by_task(variables).items():
             whole = {name for name in held if len(variables[name]) == 1}
@@ -250,7 +257,7 @@ class ClusterHome:
             self.steps.state_changed()
 
     def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
-        """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""
+        """Run one op on the variable as a step of its own; the plan is kept for later operands of the same types."""
         key = (variable.key, name, *map(array_type_of, operands))
         step = self._ops.get(key)
         if step is None:
@@ -259,7 +266,7 @@ class ClusterHome:
         return step(operands)
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
-        """Free the value on its task. Later use of the variable raises VariableError with this reason and remedy."""
+        """Free the value on its task, and its name. Later use of the variable raises VariableError with both texts."""
         self.forget_state(task_of_resource(variable), variable.key, True, reason, remedy)
 
     # Queues and accumulators. An op outside of traced code is one request; when its caller stops waiting, so does it.
@@ -323,7 +330,7 @@ class ClusterHome:
         self.forget_state(task_of_resource(resource), resource.key, False, reason, remedy)
 
     def forget_state(self, task: str, key: str, is_variable: bool, reason: str, remedy: str) -> None:
-        """Free the state that a task holds under a key, and its name."""
+        """Free the state that a task holds under a key, and the key as a name of the cluster."""
         self._requests.ask(task, ForgetState(key, is_variable, reason, remedy))
         self._requests.unplace(key)
 
@@ -353,7 +360,7 @@ def _part_on_task(variable: Variable) -> VariablePart:
 
 
 def _first_value(variable: Variable, initial: Initial) -> TypedInitial | HostArray:
-    """Return the initialiser if it may run later. If it reads variables, run it now and return its value."""
+    """Return a typed initialiser that reads no variables, to run later; else the initial value, computed now."""
     if isinstance(initial, TypedInitial) and not (isinstance(initial, InitialOps) and initial.reads_state):
         return initial
     return on_host(jnp.array(initial() if callable(initial) else initial, variable.dtype))

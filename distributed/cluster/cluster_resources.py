@@ -58,7 +58,7 @@ class TaskQueueProducer:
     is_named: bool
 
     def enqueue(self, number: int, element: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Put an element into the queue; see `QueueProducer`. Raises TaskLost when the task has left."""
+        """Start to put an element into the queue; see `QueueProducer`. Raises TaskLost when the task has left."""
         infos, payload = encode_arrays([jnp.asarray(array) for array in element])
 
         def on_reply(reply: Outcome[Reply[Arrays]]) -> None:
@@ -73,17 +73,17 @@ class TaskQueueProducer:
         return IndexSet(range(*pair) for pair in answer.message.ranges)
 
     def forget(self) -> None:
-        """Forget which elements were put in; see `QueueProducer`."""
+        """Have the task forget which elements were put in, unless the user named the producer; see `QueueProducer`."""
         if not self.is_named:
             self.requests.ask(self.task, GetFed(self.key, self.name, forget=True))
 
     def close(self) -> None:
-        """Refuse later enqueues; see `QueueProducer`."""
+        """Refuse later enqueues, and wait for a snapshot with that; see `QueueProducer` and `ended`."""
         closing = partial(self._call, close_op(self.where), ())
         end_queue(self.steps, self.key, lambda: self.requests.ask_step(self.task, closing, b"", 0.0))
 
     def fail(self, failure: BaseException) -> None:
-        """Close the queue with the text of `failure`; see `QueueProducer`."""
+        """Close the queue with the text of `failure`, and wait like `close`; see `QueueProducer`."""
         message = FailQueue(self.key, failure_text(failure)[:MAX_TEXT], self.where)
         end_queue(self.steps, self.key, lambda: self.requests.ask(self.task, message))
 
@@ -98,7 +98,10 @@ class TaskQueueProducer:
 
 
 def end_queue(steps: ClusterSteps, queue: str, end: Callable[[], Result]) -> Result:
-    """Return `end()`, which ends a queue's data; do it again if it is lost with a task before a snapshot has it."""
+    """Return `end()`, which ends a queue's data, after a wait for a snapshot with that, at most `CLOSE_WAIT_S`.
+
+    Calls `end` again if a return to a snapshot has undone it.
+    """
 
     def end_and_save() -> Result:
         found = end()
@@ -125,7 +128,10 @@ def task_of_resource(resource: HostResource | Variable) -> str:
 
 
 def task_in_scope(title: str, loc: Loc | None) -> str:
-    """Return the task that the scope names for the resource `title`; empty without a scope. Raises DeviceError."""
+    """Return the task that the `dflow.device` scope names for the resource `title`; empty without a scope.
+
+    Raises DeviceError if the scope names no task, or a device of one.
+    """
     scope = scope_here()
     if scope is None:
         return ""
@@ -143,7 +149,7 @@ def task_in_scope(title: str, loc: Loc | None) -> str:
 
 
 def size_bytes_of(resource: HostResource) -> int:
-    """Estimate of the bytes it may hold; unknown dimensions count as 1."""
+    """Return an estimate of the bytes that the resource may hold; unknown dimensions count as 1."""
     count = resource.settings.capacity if isinstance(resource.settings, QueueSettings) else 1
     arrays: Sequence[ArrayType] = resource.type.arrays
     return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in arrays)

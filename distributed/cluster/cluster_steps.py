@@ -115,7 +115,7 @@ class ClusterSteps(RecoveringState):
             self.loop_ended(steps)
 
     def loop_steps(self, run: str, *, is_synchronous: bool = False) -> LoopSteps:
-        """Return the identities of the steps of a loop over steps of `run`; `loop_ended` must follow."""
+        """Return the identities of the steps of a loop over `run`; call `loop_ended` with them at its end."""
         with self._open_lock:
             self._open[run] += 1
             unfinished = self._unfinished.setdefault(run, set())
@@ -136,9 +136,10 @@ class ClusterSteps(RecoveringState):
                 peer.notify(message)
 
     def await_recovery(self, *, is_joining: bool = False) -> None:
-        """Wait until no state of tasks is lost, if this task is joining only while it is being restored.
+        """Wait until no state of tasks is lost; with `is_joining`, only while lost state is being restored.
 
-        Raises TaskLost if lost state cannot be restored.
+        Then make again what this process had made and a return has freed. Raises TaskLost if lost state cannot be
+        restored.
         """
         recovered = self._requests.await_recovery(is_joining=is_joining)
         if recovered.epoch != self.epoch:  # the notice was lost with a connection
@@ -147,7 +148,7 @@ class ClusterSteps(RecoveringState):
             self._requests.unsaved.make_again()
 
     def while_paused(self, do: Callable[[], Result], what: str) -> Result:
-        """Return `do()`, called while no task runs a step that several tasks take part in; `what` is done by it.
+        """Return `do()`, called while no task runs a step that several tasks take part in; `what` names it in errors.
 
         `do` may be called several times: again if the coordinator was restarted or a task joined meanwhile.
         raises  StrategyError within such a step, which the pause would wait for; DeadlineExceeded when the running
@@ -174,7 +175,10 @@ class ClusterSteps(RecoveringState):
         raise DeadlineExceeded(f"{PAUSE_ATTEMPTS} pauses of the steps ended early, since tasks joined meanwhile")
 
     def restored(self, epoch: int, undone: int) -> None:
-        """Note a return of all tasks to a snapshot, see `StateRestored`; plans are registered again."""
+        """Record a return of all tasks to a snapshot, see `StateRestored`, and cancel the steps begun ahead.
+
+        The next call of each function registers its plans again.
+        """
         self._requests.used.restored()
         self._requests.unsaved.returned(epoch)
         self.undone = undone
@@ -182,14 +186,15 @@ class ClusterSteps(RecoveringState):
         self.state_changed()
 
     def state_changed(self) -> None:
-        """Note that this process has changed state, or has waited for others that may have."""
+        """Cancel the steps begun ahead, since this process changed state, or waited for others that may have."""
         for loop in list(self._loops):
             loop.state_changed()
 
     def save_changes(self, what: str, wait_s: float) -> None:
         """Wait until a snapshot has a change of state that no step makes again, at most `wait_s`; `what` names it.
 
-        Returns immediately if no snapshots are made. Raises TaskLost if all tasks return to an earlier snapshot.
+        Logs a warning if none has it by then. Returns immediately if no snapshots are made. Cancels the steps begun
+        ahead. Raises TaskLost if all tasks return to an earlier snapshot.
         """
         self.state_changed()
         try:
@@ -203,13 +208,16 @@ class ClusterSteps(RecoveringState):
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Place, partition and register a traced function; calling the result runs one step of it.
 
-        Waits for a task that was lost, if it returns to a snapshot. Raises TaskLost if not.
+        If a task is lost meanwhile, waits for the return to a snapshot, and tries again; raises TaskLost without one.
         """
         step = self.lower(traced, check=check, observe=observe)
         return self.retried(lambda: self.register(step, step.own()))
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
-        """Place and partition a traced function."""
+        """Place and partition a traced function.
+
+        Raises DflowError for compiler options; VariableError for two handles of one variable.
+        """
         _refuse_two_handles(traced.variables)
         if traced.compiler_options:
             raise _no_options(traced.name)
@@ -269,7 +277,10 @@ class ClusterSteps(RecoveringState):
         return run
 
     def _registered(self, parts: Mapping[str, Lowered]) -> dict[str, int]:
-        """Register parts of a step with other tasks, concurrently; return the handles."""
+        """Register parts of a step with other tasks, concurrently; return the handles by task.
+
+        First makes state again that a return to a snapshot has freed.
+        """
         reach("registration", self._task)
         self._requests.unsaved.make_again()
         export = shared_exports()
@@ -391,9 +402,9 @@ class PartitionedStep:
     def own(self, platforms: tuple[str, ...] | None = None) -> list[LoweredProgram]:
         """Lower the programs of this task."""
         traced, mine = self.traced, next(iter(self.plans.values()))
-        given_up = [len(traced.constants) + leaf for leaf in traced.donated]
+        donated = [len(traced.constants) + leaf for leaf in traced.donated]
         return lower_programs(
-            mine, self.steps.server.store, given_up, traced.name, platforms=platforms, meshes=traced.meshes
+            mine, self.steps.server.store, donated, traced.name, platforms=platforms, meshes=traced.meshes
         )
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
@@ -413,7 +424,10 @@ class PartitionedStep:
     def _compiled(
         self, own: Sequence[LoweredProgram], platforms: tuple[str, ...] | None, options: dict[str, Any] | None
     ) -> tuple[Runner, None]:
-        """Register the plans with their tasks, which compile their programs. Raises DflowError for options."""
+        """Register the plans with their tasks, which compile their programs.
+
+        Raises DflowError for options, or if the step was lowered for given platforms.
+        """
         if options:
             raise _no_options(self.traced.name)
         if platforms is not None:

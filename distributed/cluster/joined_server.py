@@ -68,7 +68,7 @@ def joined_server(
 
 
 def task_metrics(server: TaskServer) -> Iterator[Metric]:
-    """Collect the metrics of one task."""
+    """Yield the metrics of one task, as they are now."""
     from prometheus_client.core import InfoMetricFamily
 
     yield InfoMetricFamily("dflow_task", "Which task this is.", {"task": short_task_name(server.name)})

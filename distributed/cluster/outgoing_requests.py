@@ -29,11 +29,11 @@ MOST_PLACED = 256
 
 
 class OutgoingRequests:
-    """Sends the requests of the task that `server` serves; thread-safe.
+    """Sends requests of this task to other tasks and the coordinator; thread-safe.
 
     `timeout_s`  longest wait for an answer, in s
-    `used`       the state on other tasks that was placed by this, whose loss explains errors
-    `unsaved`    the state that was made by this, and is made again before a request if a return has freed it
+    `used`       state on other tasks that this task uses; names what was lost in errors
+    `unsaved`    state that this process has made; made again before a request if a return has freed it
     """
 
     def __init__(self, server: TaskServer, coordinator: CoordinatorClient, timeout_s: float) -> None:
@@ -49,7 +49,11 @@ class OutgoingRequests:
 
     @contextmanager
     def explained(self, task: str) -> Iterator[None]:
-        """Add the state that was lost with `task` to errors of requests, and to a deadline what the task does now."""
+        """Return a context for a request to `task`, which replaces its errors.
+
+        An error becomes TaskLost if the task was lost, or state that this task uses there. Another DeadlineExceeded
+        gets a description of the task.
+        """
         try:
             with self.used.explained([task]):
                 yield
@@ -64,7 +68,7 @@ class OutgoingRequests:
         """Send another task a request, and wait for its answer.
 
         raises  TaskLost when the task left, or lost state that this one uses on it; DeadlineExceeded, with a
-                description of the task
+                description of the task; the error that the task answers with
         """
         uses_tasks()
         self.unsaved.make_again()
@@ -72,7 +76,10 @@ class OutgoingRequests:
             return self._server.peer(task).call(message, payload, timeout_s=self.timeout_s)
 
     def ask_waiting(self, task: str, message: Request[Answer], wait_s: float) -> Reply[Answer]:
-        """Like `ask`, when the task may wait `wait_s` before it answers."""
+        """Like `ask` without a payload, for a task that may wait `wait_s` before it answers.
+
+        The deadline is `wait_s` + `timeout_s`; DeadlineExceeded does not describe the task.
+        """
         uses_tasks()
         self.unsaved.make_again()
         with self.used.explained([task]):
@@ -135,7 +142,7 @@ class OutgoingRequests:
         return placed
 
     def unplace(self, name: str) -> None:
-        """Free a name whose state no longer exists."""
+        """Have the coordinator free a name whose state no longer exists, and forget it here."""
         self.coordinator.ask(Unplace(name))
         self.used.forget(name)
         self.unsaved.forget(name)
@@ -145,6 +152,7 @@ class OutgoingRequests:
     ) -> Reply[Answer]:
         """Send another task a request that runs as a step there, and wait; cancel that step when this wait fails.
 
+        timeout_s  deadline of the step on that task, in s; this waits longer by the `timeout_s` of this object
         raises  the error that the step ended with; TaskLost when the task left
         """
         self.unsaved.make_again()

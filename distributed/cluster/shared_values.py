@@ -27,7 +27,10 @@ CAPTURE_NUMBERS = itertools.count()
 
 
 class SharedValues:
-    """The values of variables on tasks at one moment, which other tasks of the cluster can read by a name."""
+    """The values of variables on tasks at one moment, which other tasks of the cluster can read by a name.
+
+    `name`  by default one that no other capture has
+    """
 
     def __init__(
         self, requests: OutgoingRequests, steps: ClusterSteps, variables: Sequence[Variable], name: str | None = None
@@ -39,7 +42,10 @@ class SharedValues:
             self._keys[task_of_resource(variable)].append(variable.key)
 
     def capture(self) -> None:
-        """Have all tasks keep the values of one moment between two steps."""
+        """Have all tasks keep the values of one moment between two steps, in place of an earlier capture of the name.
+
+        raises  what `while_paused` raises, or the first error of a task; the values are then released
+        """
         me, number = self._requests.task, next(CAPTURE_NUMBERS)
         captures = {task: CaptureVariables(me, number, tuple(keys)) for task, keys in self._keys.items()}
         try:
@@ -51,7 +57,7 @@ class SharedValues:
             raise
 
     def read(self) -> tuple[str, list[jax.Array]] | None:
-        """Return a name of the capture and its values, in the order of the variables; None unless all tasks have it."""
+        """Return an id of the capture and its values, in the order of the variables; None unless all tasks have it."""
         me = self._requests.task
         answers = self._requests.ask_each(
             {task: ReadCapture(me, self._name, tuple(keys)) for task, keys in self._keys.items()}
@@ -65,6 +71,6 @@ class SharedValues:
         return captures.pop(), [values[variable.key] for variable in self._variables]
 
     def end(self) -> None:
-        """End this task's use of the values; a task that is gone has released them too."""
+        """End this task's use of the values; ignores errors, since a task that is gone has released them too."""
         with suppress(DflowError):
             self._requests.ask_each(dict.fromkeys(self._keys, EndShare(self._requests.task, self._name)))

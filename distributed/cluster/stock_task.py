@@ -49,6 +49,8 @@ NOTICE_S = 20.0
 class StockTask:
     """The task `task` of the cluster whose coordinator is at `coordinator`, listening at `address`.
 
+    Construction joins the cluster; `close` leaves it.
+
     `parts`      the parts of its server; see `task_role.TASK_PARTS`
     `give_up_s`  longest attempt to reach a lost coordinator, in s
     `snapshots`  folder for its parts of snapshots; None for none
@@ -73,7 +75,7 @@ class StockTask:
         self.server = joined_server(self.client, transport, task, address, self.flights, parts, settings=folder)
 
     def announce_leave(self, stop: StopSignal) -> None:
-        """Wait until a snapshot has the state of this task; at most `NOTICE_S`, or until `stop` is signalled again."""
+        """Ask for a snapshot with the state of this task; wait for it, at most `NOTICE_S` or until another signal."""
         name = short_task_name(self.client.task)
 
         def announce() -> None:
@@ -88,7 +90,7 @@ class StockTask:
         stop.wait()
 
     def close(self) -> None:
-        """Leave the cluster and cancel running parts; waits only briefly for a coordinator that is stopping too."""
+        """Leave the cluster and cancel running parts; wait at most `LEAVE_S` for a coordinator that is stopping."""
         self.client.leave(STOPPED, timeout_s=LEAVE_S)
         self.server.close()
 
@@ -107,7 +109,8 @@ def serve_task(
 ) -> int:
     """Run a task server until `stop`, with metrics served at `metrics` unless empty; return the exit status.
 
-    With `snapshots`, SIGTERM ends it when a snapshot has its state, with the status of a process that SIGTERM ended.
+    It also ends, as by a fault, when the coordinator is lost for `give_up_s`. With `snapshots`, SIGTERM ends it when a
+    snapshot has its state, or after `NOTICE_S`, with the status of a process that SIGTERM ended.
 
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
@@ -133,7 +136,10 @@ def serve_task(
 
 
 def warm_up(task: str) -> None:
-    """Create a value and load a program, while workers start: the first ones take 0.1 s more, for JAX's own imports."""
+    """Create a value and load a program, while workers start: the first ones take 0.1 s more, for JAX's own imports.
+
+    An error is only logged.
+    """
     scalar = ArrayType(np.dtype("float32"), ())
     try:
         first_value("warm up", scalar, lambda: np.float32(0), None)

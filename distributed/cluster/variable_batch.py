@@ -58,7 +58,7 @@ HostArray = npt.NDArray[Any] | jax.Array
 
 
 def on_host(value: jax.Array) -> HostArray:
-    """Return the value on the host."""
+    """Return the value on the host; keys as they are."""
     return value if dtype_name(value.dtype) in KEYS else np.asarray(value)
 
 
@@ -116,7 +116,7 @@ class PendingVariable:
         return self.near.name if self.near is not None else ""
 
     def value(self, computed: dict[int, HostArray]) -> HostArray:
-        """Return the initial value. Results of initialisers are cached in `computed`, by their identity."""
+        """Return the initial value. Results of initialisers are cached in `computed`, by the initialiser's identity."""
         if not isinstance(self.first, TypedInitial):
             return self.first
         try:
@@ -169,7 +169,7 @@ class VariableBatch:
             raise type(error)(f"{error}{at(variable.loc)}") from None
 
     def _tried(self) -> dict[Variable, DflowError]:
-        """Create the variables that are not created yet; return the errors by failed variable."""
+        """Create the variables added since the last attempt; return the errors by failed variable."""
         wanted, self._wanted, self._size_bytes = self._wanted, [], 0
         try:
             return _Creation(self.requests).create(wanted)
@@ -178,7 +178,7 @@ class VariableBatch:
             self._failed.update((each.variable, each) for each in wanted if "device" not in vars(each.variable))
 
     def _is_recovered(self, failures: int) -> bool:
-        """Wait until no state of tasks is lost; return whether that is so."""
+        """Wait until no state of tasks is lost; return whether that is so. Within a step, return false immediately."""
         if is_in_step():
             return False
         try:
@@ -195,7 +195,7 @@ _current: ContextVar[VariableBatch | None] = ContextVar("dflow_variable_batch", 
 
 @contextmanager
 def created_together(requests: OutgoingRequests) -> Iterator[None]:
-    """Create the variables made inside together, at the latest when the block ends."""
+    """Return a context that creates the variables made inside together, at the latest when the block ends."""
     batch = _batch_of(requests)
     with within(_current, batch):
         yield
@@ -203,7 +203,10 @@ def created_together(requests: OutgoingRequests) -> Iterator[None]:
 
 
 def create(requests: OutgoingRequests, wanted: PendingVariable) -> None:
-    """Create a variable, together with the batch that is open in this context, if any."""
+    """Add a variable to the batch that is open in this context, which creates it later; without one, create it now.
+
+    A variable `near` that waits for another batch is created first.
+    """
     batch = _batch_of(requests)
     if wanted.near is not None and _batches[wanted.near] is not batch:
         settle(wanted.near)
@@ -213,7 +216,7 @@ def create(requests: OutgoingRequests, wanted: PendingVariable) -> None:
 
 
 def settle(variable: Variable) -> None:
-    """Create a variable that waits for its batch, with the whole batch."""
+    """Create a variable that waits for its batch, with the whole batch; does nothing if it was created."""
     if "device" not in vars(variable):
         _batches[variable].create([variable])
 
@@ -239,7 +242,7 @@ class _Creation:
         self._epoch = requests.unsaved.epoch
 
     def create(self, wanted: Sequence[PendingVariable]) -> dict[Variable, DflowError]:
-        """Create all of these; return the errors by failed variable."""
+        """Create the variables, or find those that exist; return the errors by failed variable."""
         placed = self._placed(wanted)
         questions: list[_Parcel] = [
             ((task, CreateVariables(tuple(each.asked() for each in part)), b""), part)
@@ -252,7 +255,7 @@ class _Creation:
         return self._failed
 
     def _placed(self, wanted: Sequence[PendingVariable]) -> dict[str, list[PendingVariable]]:
-        """Ask the coordinator for the task of each variable; return them by task."""
+        """Ask the coordinator for the task of each variable; return those that it placed, by task."""
         answers = self._requests.place_all([each.placing() for each in wanted]) if wanted else ()
         for each, answer in zip(wanted, answers, strict=True):
             if isinstance(answer, Failure):
