@@ -1,4 +1,4 @@
-"""Where a dashboard is served, and what it needs for that."""
+"""The address of a dashboard, and the packages that serve it."""
 
 from __future__ import annotations
 

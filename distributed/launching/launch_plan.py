@@ -54,15 +54,15 @@ class LaunchPlan:
     """A coordinator, task servers, and the tasks that run `script` with `arguments`.
 
     `stock`        number of task servers of each of their jobs
-    `jobs`         number of tasks of each job that runs the script; the two share no name
+    `jobs`         number of tasks of each job that runs the script; no job is in both mappings
     `restarts`     the most restarts in a row of each task of a job, and of the coordinator; by default 0
     `environment`  variables for some or all of the tasks; later ones override earlier ones
     `snapshots`    the folder where task servers keep snapshots of their state, at intervals of `snapshot_every_s`;
                    empty for none
     `dashboard`    where the launcher serves a dashboard, as `[HOST:]PORT`; empty for none
     `state`        the file where the coordinator keeps the state that a restart needs; empty for none
-    accept         ends of runs that are no failures; see `tracing/accepted_faults.py`
-    raises         ConfigError when a name refers to no job, or to two
+    `accept`       ends of runs that are no failures; see `tracing/accepted_faults.py`
+    raises         ConfigError when a name refers to no job, or to two, or a setting to a task that its job has not
     """
 
     script: str

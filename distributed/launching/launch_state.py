@@ -38,8 +38,12 @@ class _LaunchRecord(msgspec.Struct, frozen=True):
 
 
 class LaunchState:
-    """The state of a launch of `script` with this number of task servers of each job, in `folder`, until `close`.
+    """The state of a launch of `script`, which uses `folder` alone until `close`.
 
+    Construction prepares the coordinator's state there: it resumes the newest snapshot of a launch that has not
+    finished, or begins without state.
+
+    stock   number of task servers of each job
     raises  ConfigError when another launch uses the folder, or it has a snapshot that this launch cannot resume
     """
 
@@ -96,7 +100,7 @@ class LaunchState:
         return Change(_LAUNCH, msgspec.msgpack.encode(_LaunchRecord(self._script, is_finished)))
 
     def finish(self) -> None:
-        """Note that the launch has ended with success, and is not to be resumed. Its coordinator must have ended.
+        """Record that the launch has ended with success, and is not to be resumed. Its coordinator must have ended.
 
         Logs a warning if the folder cannot be written: the results are as they are.
         """

@@ -93,7 +93,7 @@ class LaunchView(Protocol):
 
 
 def launch(stop: StopSignal, plan: LaunchPlan, target: LaunchTarget, view: LaunchView, transport: Transport) -> int:
-    """Run the plan to its end, or until `stop`, and return the exit status; closes the target."""
+    """Run the plan to its end, or until `stop`; end all processes, close the target, and return the exit status."""
     launched = _Launch(stop, plan, target, view, transport)
     try:
         return launched.run()
@@ -114,7 +114,7 @@ class _EarlyEnd(Exception):
 
 
 class _Task:
-    """One task: its newest process, or the time of its next start, or its end."""
+    """One task: its newest process, or the time `due_s` of its next start, or its end with the exit `status`."""
 
     def __init__(self, task: str, restarts: Mapping[str, int]) -> None:
         self.task = task
@@ -157,7 +157,10 @@ class _Launch:
         self._is_ending = False
 
     def run(self) -> int:
-        """Start everything, wait for the workers, end the rest, and show the result."""
+        """Start everything, wait for the workers, end the task servers, and show the result; return the exit status.
+
+        Raises _EarlyEnd when the run cannot continue.
+        """
         self._start_coordinator()
         if self._plan.dashboard:
             where = ("--coordinator", self._address, "--address", self._plan.dashboard)
@@ -182,7 +185,7 @@ class _Launch:
         return self._verdict([task.status for task in self._workers if task.status is not None]) or self._faults()
 
     def end_early(self, remedy: str) -> None:
-        """End the tasks before their coordinator, which they would miss; show the ends, and last the remedy."""
+        """End the workers, then the task servers, and not yet the coordinator; show all ends, and last the remedy."""
         # The lines of a coordinator that has ended itself tell why.
         self._is_ending = self._coordinator.running is not None and self._coordinator.running.poll() is None
         for tasks in (self._workers, self._servers):
@@ -201,7 +204,7 @@ class _Launch:
         return {task.task: task.end for task in tasks if task.end and task.task != COORDINATOR}
 
     def end(self) -> None:
-        """End every process that still runs."""
+        """End every process that still runs, the dashboard last, and close the target."""
         if self._client is not None:
             self._client.close()
         self._end(self._everyone)
@@ -244,14 +247,17 @@ class _Launch:
             self._view.show_line(DASHBOARD, line)
 
     def _wait(self) -> None:
-        """Wait `POLL_S`; raises when a signal arrived."""
+        """Wait `POLL_S`; raises _EarlyEnd when a signal arrived."""
         which = self._stop.wait(POLL_S)
         if which is not None:
             what = signal.Signals(which).name if which else "a fault"
             raise _EarlyEnd(f"{what}: ending all processes", _how_to_go_on(self._plan), status=130)
 
     def _look_at(self, task: _Task) -> None:
-        """Restart the task if its pause is over, or record that its process has ended."""
+        """Handle the end of the task's process, and start the next one if its restart delay is over.
+
+        Raises _EarlyEnd if a task server or the coordinator ended and is not restarted.
+        """
         if task.is_over:
             return
         if task.running is not None and (status := task.running.poll()) is not None:
@@ -320,13 +326,13 @@ class _Launch:
         return True
 
     def _note_end(self, task: _Task, end: str) -> None:
-        """Note how the newest process of a task that has joined ended, unless that is known."""
+        """Record for the table how the newest process of a task ended, unless that is known, or none has joined."""
         lives = [info.life for info in self._status.tasks if info.task == task.task] if self._status else []
         if lives:
             self._ended.setdefault(max(lives), end)
 
     def _has_joined(self, task: _Task) -> bool:
-        """Whether the task was ever in the cluster; true when the coordinator has never answered."""
+        """Ask the coordinator whether the task was ever in the cluster; true when it has never answered."""
         self._poll_status()
         return self._status is None or any(info.task == task.task for info in self._status.tasks)
 
@@ -376,7 +382,7 @@ class _Launch:
         return 1 if any(status > 0 for status in statuses) else 0
 
     def _faults(self) -> int:
-        """Exit status when all workers finished: 1 if steps of a run were not done or a loss was not finite, else 0."""
+        """Return 1, and show why, if steps of a run were not done or a loss was not finite, unless accepted; else 0."""
         status, found = self._status, False
         if status is not None and status.steps_done < status.steps_total and SHORT not in self._plan.accept:
             found = True
@@ -405,7 +411,7 @@ def _how_to_go_on(plan: LaunchPlan) -> str:
 
 
 def _with_ends(status: Status | None, ended: Mapping[int, str]) -> Status | None:
-    """Return the status with the ends of processes, by life, in place of the reasons that the coordinator has."""
+    """Return the status with the ends of failed processes, by life, in place of the coordinator's reasons."""
     if status is None:
         return None
 

@@ -56,6 +56,8 @@ _GONE = -9
 class OnRay:
     """The Ray cluster found by RAY_ADDRESS or Ray's own search, else a new one on this machine.
 
+    Construction connects this process to it, unless it is connected.
+
     `resources`  the resources requested by the tasks of each job
     `snapshots`  the folder of snapshots, which each node with a task server must see; empty for none
     `is_secured` whether tasks have certificates or a secret, and so may connect over the network
@@ -147,9 +149,11 @@ class OnRay:
 class TaskActor:
     """The actor: runs one program as a child process, from its construction on.
 
-    `seen`    a folder that this node must see, and the id of the launch in it
-    `leaves`  whether the program is sent SIGTERM when Ray drains this node
-    raises    ConfigError when this node sees another folder, or none
+    `folder`      working directory of the program, if this node has it
+    `is_secured`  whether the program's address is that of the node
+    `seen`        a folder that this node must see, and the id of the launch in it
+    `leaves`      whether the program is sent SIGTERM when Ray drains this node
+    raises        ConfigError when this node sees another folder, or none
     """
 
     def __init__(
@@ -185,7 +189,7 @@ class TaskActor:
             self._follow_ray(leaves)
 
     def run(self) -> int:
-        """Wait for the program's end and return its exit status."""
+        """Wait for the program's end, then up to `_HAND_OVER_S` until no line is left; return its exit status."""
         while (status := self._child.poll()) is None:
             time.sleep(_POLL_S)
         with self._changed:
@@ -197,7 +201,7 @@ class TaskActor:
     def lines(self, had: int) -> tuple[tuple[str, ...], int | None]:
         """Return the lines after the first `had`, and the exit status if the program has ended.
 
-        `had` acknowledges lines, which are dropped here.
+        `had` acknowledges lines, which are dropped here. Waits up to `_LINES_S` for a line or the end.
         """
         with self._changed:
             while self._had < had:
@@ -212,7 +216,10 @@ class TaskActor:
         self._child.terminate()
 
     def _follow_ray(self, leaves: bool) -> None:
-        """Have the program end or leave when Ray ends or warns this process."""
+        """End this process, and so the program, with its Ray parent; have the program leave at SIGTERM.
+
+        leaves  whether the program also leaves when Ray drains this node
+        """
         # Ray ends an actor half a minute after its raylet, and reports that earlier: the launcher would start the next
         # program of the task while this one runs.
         end_with_parent()
@@ -282,7 +289,10 @@ class _OnActor:
         return tuple(self._tail)
 
     def poll(self) -> int | None:
-        """Return the program's exit status; None while it runs or may run again."""
+        """Return the program's exit status; None while it runs.
+
+        At its end, shows the error of an actor that failed, and ends the actor.
+        """
         if self._status is None and ray.wait([self._end], timeout=0)[0]:
             try:
                 status, why = int(ray.get(self._end)), ""

@@ -67,8 +67,8 @@ class OnSsh:
     `parts`       the host and the share of each task, by full name
     `ssh`         the command, with options that precede all others
     `is_secured`  whether tasks have certificates or a secret, and so may connect over the network
-    raises        ConfigError for a host that is not this machine without certificates or a secret; or when there is no
-                  such command
+    raises        ConfigError for a host that is not this machine without certificates or a secret; or when the command
+                  cannot be run, or does not print the configuration of a host
     """
 
     def __init__(
@@ -84,14 +84,17 @@ class OnSsh:
                 f"{away[0]} is another machine, and tasks connect to other machines only with certificates or a secret",
                 "make a secret by `dflow certs secret FILE` and give --secret-file FILE; see docs/security.md",
             )
-        #: The coordinator listens here.
+        #: The host at which the coordinator listens.
         self.address = read("DFLOW_ADDRESS") or (own_host(f"{away[0]}:0") if away else LOOPBACK)
         self._here = ThisMachine()
         #: Ends the coordinator, if it still runs.
         self.close = self._here.close
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> Running:
-        """Start a program; see `LaunchTarget.start`. Waits while many connections to its host are not open yet."""
+        """Start a program; see `LaunchTarget.start`. The coordinator is started on this machine.
+
+        Waits up to `_OPENING_S` while many connections to the host are not open yet.
+        """
         if program.task == COORDINATOR:
             environment = {"DFLOW_ADDRESS": self.address, **program.environment}
             return self._here.start(replace(program, environment=environment), on_line)
@@ -111,7 +114,7 @@ class OnSsh:
         return [*self._ssh, *_OPTIONS.split(), *user, *port, "--", host.name, self._words]
 
     def _network_name(self, host: SshHost) -> str:
-        """Return the name that ssh connects to, by its configuration."""
+        """Return the name that ssh connects to, by its configuration. Raises ConfigError if ssh does not print it."""
         try:
             done = subprocess.run(
                 [*self._ssh, "-G", host.name], capture_output=True, text=True, check=False, timeout=_CONFIGURATION_S
@@ -178,7 +181,7 @@ class _OverSsh:
         return tuple(self._tail)
 
     def poll(self) -> int | None:
-        """Return the program's exit status; None while it runs."""
+        """Return the program's exit status; None while it runs. Shows the cause if the connection failed."""
         if self._status is None and (status := self._ssh.poll()) is not None:
             self._orders.put(None)
             self._status = self._outcome(status)

@@ -37,7 +37,7 @@ class RunLogs:
     def write(self, task: str, line: str) -> str:
         """Add a line, given without its end; any thread may call this.
 
-        Return a message for the user when the file stops being written, and when it is written again; else nothing.
+        Return a message for the user when the file stops being written, and when it is written again; else "".
         """
         with self._lock:
             left_out = self._left_out.get(task, 0)

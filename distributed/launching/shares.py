@@ -36,14 +36,17 @@ class Share:
 def even_shares(
     given: Mapping[str, str], tasks: int, gpus_per_task: int | None = None, cores_per_task: int | None = None
 ) -> list[Share]:
-    """Return the share of each of `tasks` processes of this machine; see `gpu_shares` and `core_shares`."""
+    """Return the share of each of `tasks` processes of this machine; `gpu_shares` and `core_shares` have the rules."""
     gpus = gpu_shares(visible_gpus(given), tasks, gpus_per_task, given)
     cores = core_shares(sorted(os.sched_getaffinity(0)), tasks, cores_per_task, given)
     return [replace(core, environment={**core.environment, **gpu}) for core, gpu in zip(cores, gpus, strict=True)]
 
 
 def visible_gpus(environment: Mapping[str, str], device_files: Path = Path("/dev")) -> tuple[str, ...]:
-    """Return the GPUs that a process with this environment may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    """Return the GPUs that a process with this environment may use, as `CUDA_VISIBLE_DEVICES` names them.
+
+    Without that variable, all that have a file in `device_files`. No GPUs if JAX_PLATFORMS begins with cpu or tpu.
+    """
     if environment.get("JAX_PLATFORMS", "").split(",")[0] in ("cpu", "tpu"):
         return ()
     said = environment.get(VISIBLE)
@@ -83,9 +86,9 @@ def gpu_shares(gpus: Sequence[str], tasks: int, per_task: int | None, given: Map
 def core_shares(cores: Sequence[int], tasks: int, per_task: int | None, given: Mapping[str, str]) -> list[Share]:
     """Return, for each of `tasks` processes, the share that sets its number of threads and its cores.
 
-    per_task  number of cores that each process has for itself. None pins no process, and gives each of several
-              processes an even part of as many threads as there are cores, at least one
-    given     the environment that the processes have already
+    per_task  number of cores that each process has for itself. None pins no process; several processes then get
+              len(cores) // tasks threads each, at least one
+    given     the environment that the processes have already; its variables of threads are kept
     raises    ConfigError when there are too few cores, with both numbers
     """
     if per_task is None:

@@ -57,7 +57,10 @@ class Sidecars:
         self._client = CoordinatorClient(transport, self._spec.coordinator, name=name, timeout_s=_ANSWER_S)
 
     def wait_until_unneeded(self) -> None:
-        """Wait while other workers use the sidecar processes; stop waiting if the coordinator does not answer."""
+        """Wait while other workers are in the cluster, or for `LATECOMERS_S` are expected; tell stderr once.
+
+        Returns if the coordinator does not answer, and does nothing without `stay_in_touch` before.
+        """
         if self._client is None:
             return
         has_said = False
@@ -73,7 +76,7 @@ class Sidecars:
         self._client.close()
 
     def close(self) -> None:
-        """End the sidecar processes, task servers first, by SIGINT, and after `GRACE_S` by SIGKILL."""
+        """End the sidecar processes one by one, task servers first, by SIGINT, and after `GRACE_S` by SIGKILL."""
         self._closing.set()
         for task in reversed(self._spec.starts):
             child = self._children[task]

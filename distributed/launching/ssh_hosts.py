@@ -38,7 +38,7 @@ class SshHost:
 
 @dataclass(frozen=True)
 class HostPart:
-    """The share of a task: it is number `index` of the `count` tasks on `host` that run the script, 0 of 0 else."""
+    """The share of a task: number `index` of the `count` tasks on `host` that run the script; a server is 0 of 0."""
 
     host: SshHost
     index: int = 0

@@ -38,7 +38,7 @@ TERMINATE = b"terminate\n"
 
 
 class RemoteStart(msgspec.Struct, frozen=True):
-    """What to start.
+    """The order to start a program on this host.
 
     `version`  version of the launcher's protocol
     `program`  the program; `files` are the contents of files whose paths its environment needs, by variable
@@ -53,7 +53,10 @@ class RemoteStart(msgspec.Struct, frozen=True):
 
 
 def main() -> int:
-    """Run one task; return 0 when its program has ended, whatever its status."""
+    """Run one task; when its program has ended, end this process with status 0, whatever the program's status.
+
+    Return `ORPHANED` if stdin ends before the first line, 1 if the launcher speaks another version of the protocol.
+    """
     # Without a buffer, since a thread that waits in a buffered read would keep the interpreter from ending.
     with FileIO(0) as orders:
         line = orders.readline()

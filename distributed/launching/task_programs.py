@@ -45,7 +45,7 @@ class Running(Protocol):
         """Return the exit status, negative for the signal that killed the program; None while it runs."""
 
     def terminate(self) -> None:
-        """Ask the program and the processes that it started to end; without effect if it has ended."""
+        """Send `ends_by` to the program and the processes that it started, without a wait; not if it has ended."""
 
     def kill(self) -> None:
         """End the program and the processes that it started, and wait until it is gone."""
@@ -67,7 +67,7 @@ class LaunchTarget(Protocol):
 class ThisMachine:
     """This machine: each program is a child process, which ends with the launcher, even if that is killed.
 
-    They run with the interpreter `python` and the environment of this process.
+    Programs run with the interpreter `python` and the environment of this process.
 
     `shares`  each task's share of the machine's GPUs and cores, by full name; a task without one may use all
     """
