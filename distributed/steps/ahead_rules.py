@@ -40,7 +40,7 @@ class AheadRules:
         return self.prefetch + 1
 
     def ahead(self, called: int, begun: int, *, is_numbered: bool) -> Ahead:
-        """Return how a step begins while the loop calls step `called`, and `begun` other steps have begun ahead.
+        """Return how the next step begins ahead: the loop calls step `called`, and `begun` later ones have begun.
 
         is_numbered  whether the number of the step in its run is known
         """

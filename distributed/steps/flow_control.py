@@ -65,7 +65,7 @@ class Outflow(Generic[Item]):
         return True
 
     def credit(self, destination: str, size_bytes: int) -> None:
-        """Free `size_bytes` of the destination's window, with which it credits values that it has taken."""
+        """Free `size_bytes` of the destination's window, on its credit for values that it has taken."""
         self.untaken[destination] = max(0, self.untaken[destination] - size_bytes)
 
     def forget(self, destination: str) -> None:

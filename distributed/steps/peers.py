@@ -200,7 +200,7 @@ class Peers:
         return sum(entry.peer is not None and not entry.peer.closed for entry in book)
 
     def adopt(self, peer: Peer) -> None:
-        """Use a connection that another task opened for messages to it as well, and introduce this task over it.
+        """Use a connection, which another task opened, for messages to that task too; introduce this task over it.
 
         Closes an earlier connection that the other task opened: it has ended there, though this task may not know it
         yet. Does nothing if this task has opened one itself, or the address book lacks the other task.

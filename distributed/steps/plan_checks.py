@@ -46,7 +46,7 @@ def check_step_of_run(step: StepOfRun) -> None:
 
 
 def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:
-    """Raise WireError unless `plan` is of `task`, and its indices and bodies fit it and this number of programs."""
+    """Raise WireError unless `plan` is of `task`, and its indices fit its registers, items, bodies and programs."""
     if depth > MAX_DEPTH:
         raise WireError(f"nested bodies of a plan: expected at most {MAX_DEPTH} levels, got more")
     if plan.task != task:

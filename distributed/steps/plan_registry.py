@@ -161,7 +161,7 @@ class PlanRegistry:
         return self._load((hashlib.sha256(blob).digest(), 0, 0), blob, sender)
 
     def missing(self, message: RegisterPlan) -> tuple[int, ...]:
-        """Indices of a plan's programs that were not sent with it and are not here. Raises WireError if malformed."""
+        """Indices of a plan's programs that were not sent with it and are not here. Raises WireError for a bad plan."""
         if all(message.program_sizes):
             return ()
         _, variables = self._checked(message)

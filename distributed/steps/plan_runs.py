@@ -53,7 +53,7 @@ class _Part:
     start     starts the run
     ahead     how it began before the call of its step; None if it did not
     began_ns  when it began
-    updates   the count of updates when it started to read
+    updates   number of plans that had changed variables here when it started to read
     follower  the run that starts when this one has ended
     """
 

@@ -40,7 +40,7 @@ class LoopSteps:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Return the context of an attempt at step `number` of the run.
+        """Return the context of an attempt at step `number` of the run, where `CURRENT_STEPS` is this loop.
 
         A step that ends with an error stays unfinished, except by StepEnded: another attempt has ended it.
         """

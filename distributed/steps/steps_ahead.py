@@ -53,6 +53,7 @@ OTHER_ARRAYS = "the function is called with other arrays than those of the batch
 class BegunStep:
     """A step whose parts on other tasks have begun.
 
+    outcome  gets the outcome of the step, once it is over
     of       its identity in the run, if it is numbered; else the call gives it the number
     version  version of its values, if the run's staleness is bounded; see `staleness`
     leaves   the leaves of the arguments with which this task's own part has begun; None if it has not
@@ -259,7 +260,10 @@ class StepsAhead:
             self._begin_own(called, following_leaves)
 
     def _following(self, called: RegisteredStep, leaves: Sequence[Any]) -> Sequence[Any] | None:
-        """Return the leaves of the next call's arguments; None if unknown, which may warn, or of other types."""
+        """Return the leaves of the next call's arguments; None if they are unknown, or of other types.
+
+        Warns if `lookahead` has no effect.
+        """
         if self._batches is None:
             return None
         flat: list[tuple[list[Any], Any]] = [jax.tree_util.tree_flatten(batch) for batch in self._batches]

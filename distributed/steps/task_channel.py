@@ -125,7 +125,8 @@ class TaskChannel:
         """Send `values` to `destination`, or offer them if they exceed its window; waits until they are computed.
 
         Returns when the connection has taken the message. Values for this task itself are delivered here.
-        raises  NotConnected; TaskLost if the destination is not in the cluster; what sending raises
+        raises  NotConnected if there is no open connection; TaskLost if the destination is not in the cluster; what
+                sending raises
         """
         if destination == self._name:
             with self._lock:
@@ -173,7 +174,10 @@ class TaskChannel:
         *,
         has_deadline: bool = True,
     ) -> None:
-        """Call `deliver` once, now or later on any thread, with the values or with the error that ended the wait."""
+        """Call `deliver` once, now or later on any thread, with the values or with the error that ended the wait.
+
+        has_deadline  whether the wait ends with DeadlineExceeded after `wait_timeout_s`; else only with the step
+        """
         with self._lock:
             ends_s = self._deadlines.begin() if has_deadline else math.inf
             commands = self._rendezvous.take(step, edge, source, _Receiver(step, edge, source, layout, deliver, ends_s))
