@@ -26,7 +26,7 @@ class VariablePart(msgspec.Struct, frozen=True):
 
 
 class DividedVariable(msgspec.Struct, frozen=True):
-    """An array of a `shape` to write, whose `parts` variables have; `name` and `path` as in `SavedVariable`."""
+    """An array of `shape` to write, with its `parts` in several variables; `name`, `path` as in `SavedVariable`."""
 
     name: str
     path: str
@@ -63,7 +63,7 @@ class SaveVariables(Request[Ok], frozen=True):
 
 
 class ReadPiece(Request[Arrays], frozen=True):
-    """Read a part of a value that was captured for the save of another task; answered with the data that are stored.
+    """Read a part of a value that was captured for the save of another task; answered with the data to store.
 
     `bounds`  first index and end along each dimension
     """

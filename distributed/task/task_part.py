@@ -32,7 +32,7 @@ class TaskPart:
         """Register for notices of the coordinator, before the task joins the cluster."""
 
     def left(self, task: str) -> None:
-        """Drop what the part keeps for a task that left the cluster or was started again; its steps are cancelled."""
+        """Stop using a task that left the cluster or was started again; its steps are cancelled already."""
 
     def copy(self) -> Sequence[Any]:
         """Return a copy of the part's state for a snapshot, while no step runs. Raises CheckpointError."""

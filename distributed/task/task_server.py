@@ -128,7 +128,7 @@ class TaskServer(Handler):
 
     parts            make its parts; they are called in this order
     process          identity of this process; state that the coordinator placed on another one is not created here
-    threads, clock   executor for its work and clock of its timeouts, instead of threads of the task
+    threads, clock   executor for its work and clock of its timeouts, instead of the task's own; `close` ends both
     flights          writes its events to a file when a wait lasted too long, or on request
     on_stall         called with the reason when a wait lasted too long, so that other tasks dump their events too
     described        describes another task for an error; may take a second
@@ -331,7 +331,10 @@ class TaskServer(Handler):
     # Messages; see `transport.base.Handler`.
 
     def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        """Handle a request; see `MemberGate` for those from a connection that is not yet a member's."""
+        """Handle a request; see `MemberGate` for those from a connection that is not yet a member's.
+
+        raises  NotImplementedError for an unknown kind; SecurityError for a sender that speaks for another task
+        """
         arrival = RequestArrival(peer, payload, responder)
         if peer in self.member_gate.members or message.is_open:
             self._handle(self._requests, message, arrival)
@@ -345,7 +348,10 @@ class TaskServer(Handler):
             arrival.responder.fail(error)
 
     def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
-        """Handle a notification; see `MemberGate` for those from a connection that is not yet a member's."""
+        """Handle a notification; see `MemberGate` for those from a connection that is not yet a member's.
+
+        raises  as `on_call`
+        """
         arrival = Arrival(peer, payload)
         if peer in self.member_gate.members:
             self._handle(self._notices, message, arrival)
@@ -375,7 +381,7 @@ class TaskServer(Handler):
         submit(answer, handle, message, arrival, self.member_gate.refuse_departed)
 
     def on_close(self, peer: Peer, reason: str) -> None:
-        """End the waits for values from a peer, since some may be lost with the connection."""
+        """End the waits for values from a peer, since some may be lost with the connection; drop its held messages."""
         self.member_gate.closed(peer)
         self.recorder.note(CONNECTION_LOST, None, peer.name, reason)
         error = TaskLost(f"the connection between {self.name} and {peer.name} has ended: {reason}")
@@ -414,7 +420,7 @@ class TaskServer(Handler):
 
     @requests.handles(CancelStep)
     def _cancel_step(self, message: CancelStep, arrival: RequestArrival) -> None:
-        self._cancel_as_told(message, arrival)
+        self._cancel_part(message, arrival)
         arrival.responder.reply(Ok())
 
     @requests.handles(GetClock)
@@ -464,7 +470,7 @@ class TaskServer(Handler):
     # Notices.
 
     @notices.handles(CancelStep)
-    def _cancel_as_told(self, message: CancelStep, arrival: Arrival) -> None:
+    def _cancel_part(self, message: CancelStep, arrival: Arrival) -> None:
         step = StepId(message.origin, message.step)
         self.runs.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
 
