@@ -71,7 +71,7 @@ class SendRequest:
 
 @dataclass(frozen=True)
 class EndLink:
-    """Close the link, after the notice `last` if any; `link_ended` ignores it."""
+    """Close the link, after the notice `last` if any; `link_ended` ignores this link."""
 
     link: int
     reason: str
@@ -295,7 +295,7 @@ class CoordinatorSession:
         return [SendRequest(self._link, ask, message)]
 
     def withdraw(self, at_s: float, ask: int) -> list[SessionCommand]:
-        """Forget a request whose answer the program no longer waits for; after a Join, the client is no task."""
+        """Forget a request whose answer the program awaits no longer. Without its Join, the client is no task."""
         self._asks.pop(ask, None)
         if self._member is None or ask != self._join_ask:
             return []
@@ -312,7 +312,7 @@ class CoordinatorSession:
             return []
         # An answer resets the pauses; a connection alone does not.
         self._pauses = 0
-        self._note_mark(message)
+        self._keep_mark(message)
         if self._member is not None and ask == self._join_ask:
             return self._join_answered(at_s, ask, message, self._member)
         asked = self._asks.pop(ask, None)
@@ -345,7 +345,7 @@ class CoordinatorSession:
 
     # Rosters.
 
-    def _note_mark(self, message: Message) -> None:
+    def _keep_mark(self, message: Message) -> None:
         """Keep the newest mark of the coordinator's state. A mark from another start of the coordinator is newer."""
         if isinstance(message, Marked) and message.mark.start:
             is_newer = message.mark.start != self._mark.start or message.mark.revision > self._mark.revision
@@ -355,7 +355,7 @@ class CoordinatorSession:
         """Apply a notice: show a newer roster, or warn of an announcement; end the link if roster changes were lost."""
         if link != self._link:
             return []
-        self._note_mark(message)
+        self._keep_mark(message)
         match message:
             case Announcement(text):
                 return [Warn(text)]

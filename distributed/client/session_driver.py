@@ -341,13 +341,13 @@ class SessionDriver:
             case Warn(text, gives_up):
                 LOGGER.warning("%s: %s", short_task_name(self._name), text)
                 if gives_up:
-                    self._note_gap()
+                    self._call_on_gap()
                     with self._changed:
                         callbacks = [] if self.is_closed else list(self._on_lost)
                     for callback in callbacks:
                         callback(text)
 
-    def _note_gap(self) -> None:
+    def _call_on_gap(self) -> None:
         for callback in self.on_gap:
             callback()
 
@@ -367,7 +367,7 @@ class SessionDriver:
             return  # the link reports its end
         message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
         if isinstance(message, (Roster, RosterChange)):
-            self._note_gap()
+            self._call_on_gap()
         self._handle(lambda at_s: self._session.answered(at_s, link, ask, message))
 
     def _show(self, roster: Roster) -> None:
