@@ -99,7 +99,7 @@ class StalenessBound:
             self._known = version
 
     def _end(self, *, is_last: bool = False) -> None:
-        """Report that the step has ended, unless a task may still apply it. Ignores a host that is gone."""
+        """Cancel the step if it failed; report its end to the host unless a task may still apply it. Ignores errors."""
         with contextlib.suppress(DflowError):
             if not self._unsettled():
                 message = EndStep(self._run, self._cluster.task, self._number, is_last)
