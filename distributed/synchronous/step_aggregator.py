@@ -139,7 +139,7 @@ class StepAggregator(TaskPart):
         return tuple(run.copy() for run in self._all())
 
     def return_to(self, copy: Iterable[RunCopy], epoch: int) -> None:
-        """Return the runs to copies of them, closed until workers open them again; waiting requests fail.
+        """Set the runs to copies, closed until workers open them again; waiting requests fail with TaskLost.
 
         epoch  number of this return, which is in the names of later accumulators: no gradient of before finds one
         """
@@ -151,7 +151,7 @@ class StepAggregator(TaskPart):
             self._run(name).return_to(known.get(name, RunCopy(name, None, 0, None, 0)))
 
     def left(self, task: str) -> None:
-        """Remove a task that left the cluster, and gives no more gradients."""
+        """Remove a task that left the cluster from all runs: it gives no more gradients."""
         for run in self._all():
             run.leave(task)
 
@@ -187,7 +187,7 @@ class _Accumulators:
         self.epoch = 0
 
     def use(self, name: str) -> str:
-        """Reserve the name and return it, with the number of returns, and with another while another run uses it."""
+        """Reserve and return the name, after it the number of returns, and a further one while another run has it."""
         name += f"/{self.epoch}" if self.epoch else ""
         with self._lock:
             numbered = itertools.chain([name], (f"{name} {number}" for number in itertools.count(1)))
@@ -308,7 +308,7 @@ class _AggregatedRun:
             return RunCopy(self.name, *counts, self.process, rounds.is_half_done)
 
     def return_to(self, copy: RunCopy) -> None:
-        """Return to a copy of the run, and free what it holds; see `StepAggregator.return_to`."""
+        """Set the run to a copy, and free its accumulators; see `StepAggregator.return_to`."""
         with self._lock:
             # Closed first, so that the end of a waiting take is no failed update.
             counts = copy.done, copy.rounds, copy.wanted
@@ -425,7 +425,7 @@ class _AggregatedRun:
             self._updated(error)
 
     def _taken(self, number: int, mean: Outcome[Results]) -> None:
-        """Apply the average, or fail the update; runs on the thread that brought the last gradient."""
+        """Start the update with the average, or fail it; runs on the thread that brought the last gradient."""
         with self._lock:
             if not self._rounds.is_open or self._rounds.number != number:
                 return  # FreeRun has ended the take
