@@ -184,7 +184,7 @@ class Recovery(CoordinatorPart):
 
     @requests.handles(AwaitRecovery)
     def _await(self, request: AwaitRecovery, received: Received) -> Sequence[Command]:
-        """Answer when no state is lost, or why it is not restored; to a task that joins now, if no return is due."""
+        """Answer when no state is lost, or why it is not restored. A task that joins waits only if a return is due."""
         is_restored = self.is_returning or (self._directory.lost() and not self._why_not())
         if request.is_joining and not is_restored and not self._snapshots.counted.is_resuming:
             return [SendReply(received.ask, self._recovered())]

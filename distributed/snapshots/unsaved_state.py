@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class _Made(NamedTuple):
-    """State that was made in `epoch`, when `snapshots` were complete; `make([item])` makes it again."""
+    """State made in `epoch`, when `snapshots` was the number of complete ones; `make([item])` makes it again."""
 
     snapshots: int
     epoch: int

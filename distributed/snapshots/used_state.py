@@ -70,7 +70,7 @@ class UsedState:
             raise
 
     def explain(self, error: DflowError, tasks: Collection[str]) -> None:
-        """Raise TaskLost from `error` if state on one of `tasks` was lost, or a connection closed; else return."""
+        """Raise TaskLost from `error` if it is TransportClosed, or if state on one of `tasks` was lost; else return."""
         lost = self.loss(tasks)
         if lost is not None:
             raise lost from error
