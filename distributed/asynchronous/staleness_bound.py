@@ -1,6 +1,6 @@
 """A worker's part in bounded staleness: each of its steps waits until the task that counts the run's steps admits it.
 
-That task is called the host; it decides by `steps.staleness`. A step is in one interval from its admission, before its
+That task is called the host; it decides by `staleness.py`. A step is in one interval from its admission, before its
 reads, to the report of its end, when all tasks have applied it. A step that failed has ended when all of its tasks have
 confirmed that it is cancelled, since they may still be applying it.
 """
