@@ -3,7 +3,7 @@
 Why: an update that a worker runs is left half done on some tasks when that worker dies. So a parameter task decides
 the rounds (`rounds.py`), takes the average from its accumulator, and starts the update itself. Other tasks of variables
 keep the gradients of theirs in accumulators of their own; an average has a ticket of each for each gradient (see
-`strategies/round_gradients.py`). Invariants: the events of a run are handled one at a time and in order; the commands
+`round_gradients.py`). Invariants: the events of a run are handled one at a time and in order; the commands
 of one are carried out before the next. A run without a worker keeps only its numbers: a later worker resumes the run,
 or learns that it is over. A worker's leave is answered when accumulators that are freed with it are free on all tasks.
 """
