@@ -29,7 +29,7 @@ class StepsResumed(Message, frozen=True):
 
 
 class ResumeSteps(Request[StepsResumed], frozen=True):
-    """End the pause `number` of the task; 0 withdraws its request for one."""
+    """End the task's pause, or withdraw its request for one; `number` is that of the pause, 0 if none was reached."""
 
     speaker = "task"
 

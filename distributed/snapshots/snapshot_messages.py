@@ -130,7 +130,9 @@ class Recovered(Message, frozen=True):
 
 
 class AwaitRecovery(Request[Recovered], frozen=True):
-    """Wait until no state is lost, after an error of a step; refused if it is not restored, or not in time.
+    """Wait until no state is lost, after an error of a step. Refused as TaskLost if state is not restored in time.
+
+    Also refused if no snapshots are made.
 
     `is_joining`  the task has just joined: wait only while state is being restored
     """
