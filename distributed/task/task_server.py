@@ -231,10 +231,7 @@ class TaskServer(Handler):
         return f"{describe(running[0])}{more}" + (f": {waits}" if waits else "")
 
     def stalled(self, why: str) -> str:
-        """Dump the newest events after a timeout, and call `on_stall`, so that other tasks dump theirs.
-
-        Returns a sentence with the name of the file, as the end of an error; empty if none was written.
-        """
+        """Dump the newest events here and call `on_stall`; return a sentence with the file, if any, to end an error."""
         path = self._flights.dump(why) if self._flights is not None else ""
         self._on_stall(why)
         return f"\n  the last events of {short_task_name(self.name)} are in {path}" if path else ""
@@ -300,10 +297,7 @@ class TaskServer(Handler):
         self.member_gate.admit()
 
     def task_left(self, task: str, why: str) -> None:
-        """Cancel the steps that a lost task started, and fail waits for its values with TaskLost.
-
-        Then calls `left` of each part.
-        """
+        """Cancel the steps that a lost task started, fail waits for its values, and call `left` of each part."""
         error = TaskLost(f"{task} has left the cluster: {why}")
         for step in self.channel.task_left(task, error):
             self.runs.cancel(step, error)
@@ -348,10 +342,7 @@ class TaskServer(Handler):
             arrival.responder.fail(error)
 
     def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
-        """Handle a notification; see `MemberGate` for those from a connection that is not yet a member's.
-
-        raises  as `on_call`
-        """
+        """Handle a notification as `on_call` does a request, without an answer."""
         arrival = Arrival(peer, payload)
         if peer in self.member_gate.members:
             self._handle(self._notices, message, arrival)
