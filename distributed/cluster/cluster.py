@@ -1,7 +1,7 @@
 """This process as a task of a cluster: the record that strategies, evaluations and collectives are built on.
 
-Each of these keeps an object of its own for a cluster, which `Cluster.part` makes and closes. Every wait has a
-deadline, and its error names the missing task.
+Each keeps an object for the cluster, which `Cluster.part` makes and closes. Every wait has a deadline, and its error
+names the missing task.
 """
 
 from __future__ import annotations

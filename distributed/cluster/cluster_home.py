@@ -103,7 +103,7 @@ class ClusterHome:
 
     @property
     def spread(self) -> int:
-        """The number of tasks of the job, with those that left, so that workers that ask at different times agree."""
+        """Number of tasks of the job, including tasks that left: so workers that ask at different times agree."""
         roster = self._requests.coordinator.session.roster
         tasks = {*(info.task for info in roster.tasks), *roster.expected}
         return max(1, sum(split_task_name(task)[0] == self._job for task in tasks))
@@ -164,9 +164,9 @@ class ClusterHome:
 
     @contextmanager
     def capturing(self, variables: SavedVariables) -> Iterator[WriteCaptured]:
-        """Return a context in which all tasks keep the values of one moment between two steps.
+        """Return a context: on entry, all tasks capture the values of one moment between two steps.
 
-        It gives the function that has the tasks write them. Raises StrategyError within a step of a run.
+        It gives a function that has the tasks write these values. Raises StrategyError within a step of a run.
         """
         capture, by_task = (self._requests.task, next(CAPTURE_NUMBERS)), _by_task(variables)
 

@@ -242,7 +242,7 @@ class _Creation:
         self._epoch = requests.unsaved.epoch
 
     def create(self, wanted: Sequence[PendingVariable]) -> dict[Variable, DflowError]:
-        """Create the variables, or find those that exist; return the errors by failed variable."""
+        """Create each variable, unless its task has it already; return the errors by failed variable."""
         placed = self._placed(wanted)
         questions: list[_Parcel] = [
             ((task, CreateVariables(tuple(each.asked() for each in part)), b""), part)
@@ -255,7 +255,7 @@ class _Creation:
         return self._failed
 
     def _placed(self, wanted: Sequence[PendingVariable]) -> dict[str, list[PendingVariable]]:
-        """Ask the coordinator for the task of each variable; return those that it placed, by task."""
+        """Ask the coordinator for the task of each variable; return the variables by task, without refused ones."""
         answers = self._requests.place_all([each.placing() for each in wanted]) if wanted else ()
         for each, answer in zip(wanted, answers, strict=True):
             if isinstance(answer, Failure):

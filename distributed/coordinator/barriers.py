@@ -203,7 +203,7 @@ class Barriers(CoordinatorPart):
         return replies
 
     def _close(self, barrier: _Barrier) -> None:
-        """End the generation, in which no task waits; open the next one if there are late arrivals."""
+        """End the generation, since no task waits in it; open the next one if late arrivals wait."""
         self._set(barrier, msgspec.structs.replace(barrier.generation, members=()))
         if barrier.waiting:
             self._open(barrier)

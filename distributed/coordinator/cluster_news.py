@@ -33,7 +33,7 @@ class ClusterNews:
     def note(self, at_s: float, commands: Iterable[Command]) -> None:
         """Record the changes of the membership since the last call, and the logs among the commands."""
         if self._version != self._membership.version:
-            self._note_members()
+            self._record_members()
         for command in commands:
             if isinstance(command, Log):
                 self.add(at_s, command.kind, "", command.text)
@@ -45,7 +45,7 @@ class ClusterNews:
         since = request.since if request.start == start else 0
         return ClusterEvents(start, self._newest, tuple(event for event in self._kept if event.number > since))
 
-    def _note_members(self) -> None:
+    def _record_members(self) -> None:
         change = self._membership.changes_since(self._version) if self._version >= 0 else None
         if change is None:
             entries = self._membership.roster().tasks

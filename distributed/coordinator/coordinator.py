@@ -201,7 +201,7 @@ class Coordinator(Handler):
             self._carry_out(command)
 
     def _written(self, changes: list[Change], commands: list[Command]) -> list[Command]:
-        """Write the changes; return the commands to carry out now, and keep those that must wait in `_held`."""
+        """Write the changes; return the commands to carry out now, and keep the commands that must wait in `_held`."""
         now_s = self._clock() - self._started_s
         if changes:
             changes.append(Change(_TIME, msgspec.msgpack.encode(now_s)))

@@ -148,7 +148,7 @@ class CoordinatorState:
                 return []
             case Ticked(at_s):
                 if self._joining and at_s - self._started.at_s >= self._settings.heartbeat_timeout_s:
-                    return self._begin_anew(at_s)
+                    return self._begin_another(at_s)
                 commands = self._follow(at_s, self._members.tick(at_s, self._directory.holds_state))
                 for part in self.core.parts:
                     commands += part.on_tick(at_s, self.core)
@@ -164,7 +164,7 @@ class CoordinatorState:
         self._members.start(started.at_s, started.cluster)
         return [command for part in self.core.parts for command in part.on_start(started.at_s, self.core)]
 
-    def _begin_anew(self, at_s: float) -> list[Command]:
+    def _begin_another(self, at_s: float) -> list[Command]:
         """Begin another cluster, with the records that the parts inherit of the ended one; handle joins that waited."""
         rows = {key: row for kind in self._kinds for key, row in kind.inherited(self._rows, self._kinds).items()}
         changes, joining = replacing(self._rows, rows), self._take_joining()
@@ -236,7 +236,7 @@ class CoordinatorState:
 
     @REQUESTS.handles(Leave)
     def _leave(self, request: Leave, received: Received) -> list[Command]:
-        return [*self._note_leave(request, received), SendReply(received.ask, Ok())]
+        return [*self._leave_by_notice(request, received), SendReply(received.ask, Ok())]
 
     @REQUESTS.handles(Join)
     def _join(self, join: Join, received: Received) -> Failure | list[Command]:
@@ -283,7 +283,7 @@ class CoordinatorState:
         return commands
 
     @NOTICES.handles(Leave)
-    def _note_leave(self, leave: Leave, received: Received) -> list[Command]:
+    def _leave_by_notice(self, leave: Leave, received: Received) -> list[Command]:
         return self._follow(received.at_s, self._members.leave(received.at_s, leave.task, leave.reason))
 
     def _follow(self, at_s: float, decided: Sequence[MembershipCommand]) -> list[Command]:

@@ -62,11 +62,11 @@ class DurableRecords:
         return next((record for _, record in self.load(key, type(default))), default)
 
     def put(self, key: str, record: msgspec.Struct) -> None:
-        """Set or replace a record, with the next `take_changes`."""
+        """Set or replace a record; the next `take_changes` returns the change."""
         self.changed[key] = _ENCODER.encode(record)
 
     def drop(self, key: str) -> None:
-        """Delete a record, if it exists, with the next `take_changes`."""
+        """Delete a record, if it exists; the next `take_changes` returns the change."""
         self.changed[key] = None
 
     def take_changes(self) -> tuple[Change, ...]:

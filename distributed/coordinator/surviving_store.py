@@ -33,7 +33,7 @@ class SurvivingStore:
         self._failed_s, self._retry_s = math.nan, -math.inf
 
     def load(self) -> Mapping[str, bytes]:
-        """Return all records, also those that are not written yet."""
+        """Return all records, including unwritten changes."""
         return dict(self._rows)
 
     def write(self, changes: Iterable[Change], at_s: float) -> bool:

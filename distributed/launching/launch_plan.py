@@ -62,7 +62,7 @@ class LaunchPlan:
     `dashboard`    where the launcher serves a dashboard, as `[HOST:]PORT`; empty for none
     `state`        the file where the coordinator keeps the state that a restart needs; empty for none
     `accept`       ends of runs that are no failures; see `tracing/accepted_faults.py`
-    raises         ConfigError when a name refers to no job, or to two, or a setting to a task that its job has not
+    raises         ConfigError when a name refers to no job, or to two, or a setting to an index beyond its job
     """
 
     script: str

@@ -173,7 +173,7 @@ class _Launch:
         while not all(task.is_over for task in self._workers):
             self._wait()
             for task in self._everyone:
-                self._look_at(task)
+                self._handle_end(task)
             if self._dashboard is not None and (status := self._dashboard.poll()) is not None:
                 self._view.show_event(f"the dashboard ended: {describe_end(status)}; the run goes on without it")
                 self._dashboard = None
@@ -218,7 +218,7 @@ class _Launch:
         deadline = time.monotonic() + START_S
         while not self._address:
             self._wait()
-            self._look_at(self._coordinator)
+            self._handle_end(self._coordinator)
             if time.monotonic() > deadline:
                 raise _EarlyEnd(
                     f"the coordinator did not say within {START_S:g} s where it listens; see its output above"
@@ -253,7 +253,7 @@ class _Launch:
             what = signal.Signals(which).name if which else "a fault"
             raise _EarlyEnd(f"{what}: ending all processes", _how_to_go_on(self._plan), status=130)
 
-    def _look_at(self, task: _Task) -> None:
+    def _handle_end(self, task: _Task) -> None:
         """Handle the end of the task's process, and start the next one if its restart delay is over.
 
         Raises _EarlyEnd if a task server or the coordinator ended and is not restarted.
@@ -317,7 +317,7 @@ class _Launch:
         if pause_s is None:
             return False
         task.running, task.due_s = None, now_s + pause_s
-        self._note_end(task, describe_end(status))
+        self._record_end(task, describe_end(status))
         when = f"in {pause_s:g} s" if pause_s else "immediately"
         self._view.show_event(
             f"{task.name} ended: {describe_end(status)}; it is started again {when} "
@@ -325,7 +325,7 @@ class _Launch:
         )
         return True
 
-    def _note_end(self, task: _Task, end: str) -> None:
+    def _record_end(self, task: _Task, end: str) -> None:
         """Record for the table how the newest process of a task ended, unless that is known, or none has joined."""
         lives = [info.life for info in self._status.tasks if info.task == task.task] if self._status else []
         if lives:
@@ -345,7 +345,7 @@ class _Launch:
             self._status = self._client.ask(GetStatus(), STATUS_S)
             answered = True
         except (DeadlineExceeded, TransportClosed):
-            pass  # busy, or dead, which `_look_at` finds
+            pass  # busy, or dead, which `_handle_end` finds
         self._view.show_status(self._status if answered else None, self._rows())
 
     def _rows(self) -> list[TaskRow]:

@@ -63,7 +63,7 @@ class RunLogs:
         file = self._file(task)
         size = file.seek(0, os.SEEK_END)
         if size and size + len(encoded) > self._max_bytes:
-            file, size = self._begin_anew(task), 0
+            file, size = self._begin_file(task), 0
         written = file.write(encoded)
         try:
             while written < len(encoded):
@@ -77,7 +77,7 @@ class RunLogs:
             self._files[task] = self.path(task).open("ab", buffering=0)
         return self._files[task]
 
-    def _begin_anew(self, task: str) -> IO[bytes]:
+    def _begin_file(self, task: str) -> IO[bytes]:
         self._files.pop(task).close()
         path = self.path(task)
         path.replace(path.with_name(path.name + ".1"))

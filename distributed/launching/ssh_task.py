@@ -1,4 +1,4 @@
-"""One task on a host of `dflow launch --on ssh`: what the launcher's ssh runs there.
+"""One task on a host of `dflow launch --on ssh`: the program that the launcher's ssh runs there.
 
     python -P -m dflow.distributed.launching.ssh_task
 

@@ -181,7 +181,7 @@ def _whole(found: Sequence[Span]) -> Interval | None:
 
 
 def divide(whole: Interval, activities: Sequence[Sequence[Interval]]) -> Division:
-    """Divide the time of a step at a task, in ns, by what happened there, as intervals that may overlap.
+    """Divide the time of a step at a task, in ns, by the activities there, as intervals that may overlap.
 
     activities  intervals of five kinds, in this order: xla, sending and python, as in the description of this file;
                 missing: an awaited value has not arrived, or a part of the step on another task has not ended; flying:
