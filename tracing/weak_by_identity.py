@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 class WeakDict(MutableMapping[K, V]):
-    """As `weakref.WeakKeyDictionary`, by identity. Threads may share it."""
+    """As `weakref.WeakKeyDictionary`, by identity. Threads may get, set and iterate at the same time."""
 
     def __init__(self) -> None:
         # An item goes when its key dies, before the number can be that of another object.

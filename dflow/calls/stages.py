@@ -18,9 +18,7 @@ from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.variable_trees import handles
 
-_INFO = {
-    *("args_info", "donate_argnums", "fun_name", "in_avals", "in_tree", "jaxpr", "out_avals", "out_info", "out_tree")
-}
+_INFO = "args_info", "donate_argnums", "fun_name", "in_avals", "in_tree", "jaxpr", "out_avals", "out_info", "out_tree"
 
 
 @dataclass(eq=False, repr=False)

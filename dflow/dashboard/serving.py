@@ -46,7 +46,7 @@ from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.serving.http_connection import HttpLimits
-from dflow.serving.http_server import HttpServer, bound_socket
+from dflow.serving.http_server import HttpServer
 from dflow.tracing.errors import DflowError, GraphNameError
 
 #: Longest waits for the server to start and to end, in s.
@@ -93,7 +93,7 @@ class DashboardServer:
         security = security or SameMachine()
         listens = require_dashboard(place, security)
         context = None if listens.is_loopback else security.browser_context()
-        self._socket = bound_socket(listens, "the dashboard ", "port 0 is any free one")
+        self._socket = _listen(listens)
         self.streams = Streams(self._first, most_pages)
         self.timeline = LastTimeline(transport, coordinator, lambda data: self.streams.publish([("timeline", data)]))
         self._functions = FunctionRequests(transport, coordinator)
@@ -232,6 +232,15 @@ class DashboardServer:
         if path is None:
             return json_error(404, "timeline: expected a trace, got none", "ask for one by POST api/timeline")
         return FileResponse(path, media_type="application/json", filename="trace.json")
+
+
+def _listen(address: TcpAddress) -> socket.socket:
+    """Return a socket that listens at the address: of two dashboards with one port, the second raises OSError here."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family, backlog=128)
+    except OSError as error:
+        raise OSError(f"the dashboard cannot listen at {address}: {error.strerror}; port 0 is any free one") from error
 
 
 def _shown_host(address: TcpAddress) -> str:

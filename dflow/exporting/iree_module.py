@@ -48,8 +48,8 @@ class IreeModule:
     def difference(self) -> float:
         """Run the module on this machine with random numbers, and return the largest difference from dflow's results.
 
-        Integers are small and not negative, as ids are. NaN at one position in both results is no difference; in one
-        of them alone it makes the result NaN.
+        Integers are small and not negative, as ids are. NaN at the same position in both results is no difference; in
+        one of them alone it makes the result NaN.
 
         Raises ConfigError without IREE's runtime.
         """

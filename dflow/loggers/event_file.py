@@ -39,7 +39,7 @@ class EventFile:
         #: Whether the records are of the run whose first step the next `discard` has.
         self._is_of_next_run = not goes_on
         # Readers take the files of a folder in the order of their names.
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):06d}"
         self._path = folder / name
         self._records = RecordWriter(str(self._path))
         #: Wait until the disk has what is written; and end.

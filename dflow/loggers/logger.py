@@ -239,7 +239,7 @@ class Logger(Callback):
     def _count_dropped(self) -> None:
         """Have the program's thread warn of the number of calls that found no room."""
         if self._dropped:
-            self._warn_later(f"{self._dropped} entries are lost, as they found no place in the queue")
+            self._warn_later(f"{self._dropped} entries are lost, as they found no room in the queue")
             self._dropped = 0
 
     def _opened(self) -> WriterThread:

@@ -80,15 +80,18 @@ class HttpApi:
         # The first that matches is called, so those of most requests stand first.
         routes = [Route(f"{path}/infer", self._infer, methods=["POST"]) for path in paths]
         routes += [
-            Route("/v2", _answering(self._server_metadata)),
-            Route("/v2/health/live", _answering(self._live)),
-            Route("/v2/health/ready", _answering(self._ready)),
-            Route("/v2/repository/index", _answering(self._index), methods=["POST"]),
-            Route("/v2/repository/models/{model}/load", _answering(self._load), methods=["POST"]),
+            Route("/v2", _answering(_without_query(self._server_metadata))),
+            Route("/v2/health/live", _answering(_without_query(self._live))),
+            Route("/v2/health/ready", _answering(_without_query(self._ready))),
+            Route("/v2/repository/index", _answering(_without_query(self._index)), methods=["POST"]),
+            Route("/v2/repository/models/{model}/load", _answering(_without_query(self._load)), methods=["POST"]),
             Route("/metrics", self._metrics_text),
         ]
         for path in paths:
-            routes += [Route(path, _answering(self._metadata)), Route(f"{path}/ready", _answering(self._model_ready))]
+            routes += [
+                Route(path, _answering(_without_query(self._metadata))),
+                Route(f"{path}/ready", _answering(_without_query(self._model_ready))),
+            ]
         app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _other_method})
         app.router.redirect_slashes = False
         self.app = _without_last_slash(app if names is None else _checking_host(app, {*names} | LOCAL_NAMES))
@@ -182,6 +185,7 @@ class HttpApi:
         http.scope[_NAME] = self._found(http)[0].tensors.name
         self._check_going_on()
         _check_no_web_page(http)
+        _check_no_query(http)
         self._check_room()
         began = time.monotonic()
         try:
@@ -311,7 +315,6 @@ def _current(model: ServedModel) -> ServedVersion:
 def _answering(handler: Handler) -> Handler:
     async def answer(request: Request) -> Response:
         try:
-            _check_no_query(request)
             return await handler(request)
         except RefusedRequest as refusal:
             return _refused(refusal)
@@ -322,6 +325,14 @@ def _answering(handler: Handler) -> Handler:
             return _refused(RefusedRequest(500, "the server failed; its log has the reason"))
 
     return answer
+
+
+def _without_query(handler: Handler) -> Handler:
+    async def checked(request: Request) -> Response:
+        _check_no_query(request)
+        return await handler(request)
+
+    return checked
 
 
 def _without_last_slash(app: ASGIApp) -> ASGIApp:

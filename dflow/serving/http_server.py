@@ -35,15 +35,15 @@ _AFTER_FAULT_S = 0.1
 _BACKLOG = 1024
 
 
-def bound_socket(address: TcpAddress, subject: str, remedy: str) -> socket.socket:
-    """Return a socket at the address, which does not listen yet. Raises OSError with the subject and the remedy."""
+def bound_socket(address: TcpAddress, remedy: str) -> socket.socket:
+    """Return a socket at the address, which does not listen yet. Raises OSError with the remedy."""
     sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((address.host, address.port))
     except OSError as error:
         sock.close()
-        raise OSError(f"{subject}cannot listen at {address}: {error.strerror}; {remedy}") from error
+        raise OSError(f"cannot listen at {address}: {error.strerror}; {remedy}") from error
     return sock
 
 

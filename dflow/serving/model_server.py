@@ -85,7 +85,7 @@ class ModelServer:
         folders = find_models(folder, name)
         if save_every_s:
             _check_savable(folders, learns=settings.learn)
-        with bound_socket(address, "", "give another --address, or port 0") as listener:
+        with bound_socket(address, "give another --address, or port 0") as listener:
             self.models = {
                 model: ServedModel(model, folder, settings, metrics.batch, report) for model, folder in folders.items()
             }

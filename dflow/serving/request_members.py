@@ -63,6 +63,17 @@ class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] = {}
 
 
+class _Named(msgspec.Struct):
+    name: str = ""
+
+
+class _Names(msgspec.Struct):
+    """The names of a request alone: all else of its JSON is skipped, which costs no memory."""
+
+    inputs: list[_Named] = []
+    outputs: list[_Named] | None = None
+
+
 #: The check of a parameter, and what is expected of it.
 Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
 _BOOL = (lambda value: type(value) is bool), "true or false"
@@ -144,7 +155,7 @@ def _not_finite(data: bytes | memoryview) -> str | None:
 def _name_of(data: bytes | memoryview, group: str, index: int) -> str:
     """Return the name of an input or output; empty if it has none, or if the JSON after it cannot be decoded."""
     try:
-        name = msgspec.json.decode(data)[group][index]["name"]
-    except (msgspec.MsgspecError, LookupError, TypeError):
+        named: list[_Named] = getattr(msgspec.json.decode(data, type=_Names), group)
+    except msgspec.MsgspecError:
         return ""
-    return name if isinstance(name, str) else ""
+    return named[index].name

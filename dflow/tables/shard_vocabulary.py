@@ -313,7 +313,9 @@ def _ranks(bucket: Any, mask: Any) -> Any:
 
 
 def _cells(order: Any, ranks: Any, mask: Any) -> tuple[Any, Any]:
-    """The cell of each id of a mask in its bucket, -1 for an id that gets none; and whether another id loses it.
+    """The cell of each id of a mask, -1 for an id that gets none; and whether another id loses it.
+
+    A cell is the number of a row within its bucket.
 
     order  u32[n, S]: an id of rank r gets the cell that is r-th in this order; 0 is a free one, the largest none
     """

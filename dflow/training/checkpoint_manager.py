@@ -221,7 +221,8 @@ class CheckpointManager:
         number = self._checked_step(step)
         began_s = time.monotonic()
         ran_s = self._ran_s + began_s - self._started_s
-        about = ManagerMetadata(time.time(), self._checked_metrics(metrics), ran_s, {**(extra or {})})
+        numbers = {name: float(number) for name, number in (extra or {}).items()}  # NumPy's too
+        about = ManagerMetadata(time.time(), self._checked_metrics(metrics), ran_s, numbers)
         metadata = {"manager": msgspec.to_builtins(about)}
         with ExitStack() as stack:
             channel, what = f"the saves in {self._folder.path}", f"the save of {self._folder.location(number)}"

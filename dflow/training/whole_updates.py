@@ -96,8 +96,8 @@ def _axis(layout: ShardLayout, parts: Sequence[Any], whole: tuple[int, ...]) -> 
     if layout.shards == 1:
         return None
     for axis, size in enumerate(whole):
-        parts = [layout.part(shard)._replace(axis=axis) for shard in range(layout.shards)]
-        if size == layout.size and shapes == [part.shape(whole) for part in parts]:
+        slices = [layout.part(shard)._replace(axis=axis) for shard in range(layout.shards)]
+        if size == layout.size and shapes == [part.shape(whole) for part in slices]:
             return axis
     if any(shape != whole for shape in shapes):
         raise NotOnPartsError(f"parts of {shapes} of an array of {whole}")

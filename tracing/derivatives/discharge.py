@@ -279,8 +279,9 @@ def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written:
             own = None if found is None else found[first:last]
             results, after, positions = bodies[number](all_of(arrays), values, own)
             if found is None:
-                # The rows of all branches are looked up, whichever runs, but only it computes positions: another's
-                # computation may not end, or may call back. The first row stands in, and its gradient gets zeros.
+                # The rows of all branches are looked up, whichever runs, but only the branch that runs computes
+                # positions: another's computation may not end, or may call back. The first row stands in, and its
+                # gradient gets zeros.
                 positions = [*_first_positions(sites[:first]), *positions, *_first_positions(sites[last:])]
             return results, after, positions
 

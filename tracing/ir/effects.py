@@ -1,4 +1,4 @@
-"""The effects of an op besides its results, and the ops that may change their order.
+"""The effects of an op besides its results, and the ops that may be reordered.
 
 An effect is on one resource, so two variables never order each other. Order is kept between two effects on one
 resource unless they `commute`. An op whose effects are not known orders with everything.
@@ -24,7 +24,7 @@ class Effect(Enum):
 
 
 def commute(one: Effect, other: Effect) -> bool:
-    """Whether two ops with these effects on the same resource may change their order: two reads, and no others.
+    """Whether two ops with these effects on the same resource may be reordered: two reads, and no others.
 
     An edge carries one value per step, so a send or receive is alone on its resource. An op on a queue or accumulator
     may find what another op left there.

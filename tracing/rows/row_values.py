@@ -112,7 +112,7 @@ class Index:
 
     @cached_property
     def _representatives(self) -> Any:
-        """For each position the position, in `positions`, of one that is equal: the same for all that are equal."""
+        """For each entry of `positions`, the index of an equal entry: the same index for all that are equal."""
         return representatives(self.positions)
 
 

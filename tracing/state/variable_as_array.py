@@ -67,13 +67,17 @@ def register_as_array(cls: type[Any]) -> None:
         setattr(cls, f"__r{word}__", _operator(getattr(operator, f"__{word}__"), is_reflected=True))
         setattr(cls, f"__i{word}__", _refused_in_place(word))
     for word, convert in _CONVERSIONS.items():
-        setattr(cls, f"__{word}__", lambda variable, convert=convert: convert(variable.read()))
+        setattr(cls, f"__{word}__", _converted(convert))
     own = set(dir(object)) | vars(cls).keys() | {"__slots__", "__weakref__"}
     for name in {*dir(jax.Array), *array_attributes(), *_UNDECLARED} - own - OF_BUFFERS.keys():
         setattr(cls, name, _of_value(name))
     register_leaf(cls)
     of_variables = [name for name in vars(cls) if name.startswith(("assign", "gather", "scatter_"))]
     register_missing(["read", *of_variables], _refuse_on_array)
+
+
+def _converted(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda variable: convert(variable.read())
 
 
 def _operator(function: Callable[..., Any], is_reflected: bool = False) -> Callable[..., Any]:

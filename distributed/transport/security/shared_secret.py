@@ -61,11 +61,11 @@ class SharedSecret(SecurityPolicy):
     def check_address(self, address: Address, *, listens: bool) -> None:
         """Raise ConfigError if a TCP address is to be listened on without `cryptography`."""
         if listens and isinstance(address, TcpAddress):
-            self._server_context()
+            self.browser_context()
 
     def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
         """Shake hands and exchange proofs."""
-        context = self._server_context() if is_server else self._client
+        context = self.browser_context() if is_server else self._client
         stream = TlsStream(sock, context, is_server=is_server)
         stream.shake_hands(deadline)
         certificate = self._server_certificate if is_server else stream.certificate()
@@ -80,11 +80,10 @@ class SharedSecret(SecurityPolicy):
         return Secured(stream, "")
 
     def browser_context(self) -> ssl.SSLContext:
-        """Return the context of peers: browsers warn about its certificate."""
-        return self._server_context()
+        """Return the context of listeners, for peers and browsers, which warn about its certificate.
 
-    def _server_context(self) -> ssl.SSLContext:
-        """Return the context of listeners, made at the first call with its certificate."""
+        The first call makes it and its certificate.
+        """
         with self._lock:
             if self._server is None:
                 pair = self_signed(datetime.now(UTC), _EPHEMERAL)

@@ -80,6 +80,14 @@ CASES: dict[str, Mistake] = {
         dflow.VariableError,
         "wrap it: dflow.Variable(lambda: initialiser(key, shape))",
     ),
+    "variable 'w' has no attribute 'value' to set": Mistake(
+        lambda made: setattr(made.w, "value", 1.0), dflow.VariableError, "write w.assign(value)"
+    ),
+    "variable 'w' cannot be assigned to by index": Mistake(
+        lambda made: made.w.__setitem__(0, 1.0),
+        dflow.VariableError,
+        "write w.scatter_update(indices, rows), or w.assign(whole)",
+    ),
     "near='w' is a str, not a variable": Mistake(
         lambda made: dflow.Variable(0.0, near="w"),
         dflow.VariableError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import resource
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.loggers import TensorBoard
+from dflow.loggers import TensorBoard, event_file
 from tests.dflow.loggers.small_runs import Later, trained, warned, write
 
 pytest.importorskip("tensorboardX")
@@ -106,7 +107,10 @@ def test_a_second_run_with_one_logger_goes_on_with_the_curves(tmp_path: Path) ->
     assert server_steps(tmp_path, "loss") == [1, 2, 3]
 
 
-def test_many_texts_before_the_first_step_leave_no_stale_points(tmp_path: Path) -> None:
+def test_many_texts_before_the_first_step_leave_no_stale_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_file, "_numbers", itertools.count(9))  # readers sort the names of files as text
     for run in range(2):
         with TensorBoard(tmp_path) as board:
             for number in range(300):

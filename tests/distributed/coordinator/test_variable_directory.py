@@ -64,7 +64,10 @@ def test_a_job_without_tasks_is_refused_with_the_jobs_there_are() -> None:
     refusal = VariableDirectory(members, DurableRecords()).place(ask("w"))
     assert isinstance(refusal, Failure)
     assert refusal.kind == "DeviceError"
-    assert "the jobs there are: eval, worker" in refusal.text
+    fact = (
+        "'w' was to be placed on job 'ps', which has no task that is live or expected; the jobs there are: eval, worker"
+    )
+    assert fact in refusal.text
 
 
 @given(st.lists(st.integers(0, 1000)))

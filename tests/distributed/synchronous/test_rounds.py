@@ -39,6 +39,13 @@ def test_who_has_given_a_gradient_waits_for_the_update_and_who_is_late_does_not(
     assert run.ready(6, C, 0) == [SendReply(6, RoundOpen(1, 1))]
 
 
+def test_a_run_that_is_not_open_says_so() -> None:
+    (reply,) = Rounds("run").ready(1, A, -1)
+    assert isinstance(reply, SendReply)
+    assert isinstance(reply.message, Failure)
+    assert reply.message.text == "'run' is not open; run it again"
+
+
 def test_a_worker_that_comes_late_or_again_is_waited_for_from_then_on() -> None:
     run = opened(wanted=3, workers=(A, B))
     assert run.enough == 2

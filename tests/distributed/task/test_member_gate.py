@@ -161,6 +161,15 @@ def test_another_process_with_the_life_of_a_member_is_refused(gate: MemberGate) 
     assert connection.refused == [REFUSED + "worker:0 is another process than the one that joined; end it"]
 
 
+def test_a_life_that_has_ended_is_refused_with_what_to_do(gate: MemberGate) -> None:
+    earlier, gone = Connection(gate, 0), Connection(gate, 1)
+    show(gate, Roster((TaskInfo(WORKER, "", 0.0, life=1, left_at_s=2.0, left="died"),), ()))
+    earlier.send()
+    gone.send()
+    assert earlier.refused == [REFUSED + "worker:0 has started again, and this is its earlier process; end it"]
+    assert gone.refused == [REFUSED + "worker:0 left at 2.0 s: died; join again by dflow.connect()"]
+
+
 def test_only_the_newest_life_of_a_task_may_come_back(gate: MemberGate) -> None:
     stranger, *known = (Connection(gate, life) for life in (None, 0, 1))
     show(gate, roster(None, 1))
