@@ -181,7 +181,7 @@ def _good_plan() -> dict[str, Any]:
     call = {"type": "call", "program": 0, "writes": ["v"], "reads": [], "takes": [], "gives": [0]}
     send = {"type": "send", "edge": "e", "destination": TASK, "takes": [0], "after": [0]}
     receive = {"type": "recv", "edge": "r", "source": TASK, "gives": [1], "types": [["f32", [3]]]}
-    return {"task": TASK, "slots": 2, "items": [call, send, receive], "feeds": [], "fetches": []}
+    return {"task": TASK, "registers": 2, "items": [call, send, receive], "feeds": [], "fetches": []}
 
 
 @functools.cache

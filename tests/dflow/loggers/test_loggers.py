@@ -229,7 +229,7 @@ def test_a_writer_that_hangs_does_not_keep_the_program(tmp_path: Path, monkeypat
         warned(text, lambda: log.log(3, {"loss": 3}))
     log.log(4, {"loss": 4})  # neither waits nor warns again
     later.is_computed.set()
-    warned("log.csv: 2 entries are lost, as they found no place", log.flush)
+    warned("log.csv: 2 entries are lost, as they found no room", log.flush)
     log.log(5, {"loss": 5})
     log.close()
     assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == [0, 1, 2, 5]

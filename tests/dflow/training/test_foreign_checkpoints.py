@@ -76,7 +76,7 @@ def test_a_type_that_is_none_of_an_array_is_refused(path: Path, type: str) -> No
         ({"arrays": {"w": {"path": "w"}}}, "Object missing required field `type`"),
         ({"id": 3}, "Expected `str`, got `int`"),
         ({"metadata": None}, "Expected `object`, got `null`"),
-        ({"version": "1"}, "Expected `int`, got `str`"),
+        ({"version": "1"}, "version: expected int, got '1'"),
     ],
 )
 def test_a_manifest_of_another_form_is_refused(path: Path, changes: dict[str, Any], says: str) -> None:
