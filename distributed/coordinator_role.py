@@ -1,4 +1,4 @@
-"""The parts of the coordinator, in the order in which they handle an event.
+"""The parts of the coordinator; in this order they handle an event.
 
 `task_role.py` has those of a task.
 """

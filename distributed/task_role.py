@@ -1,4 +1,4 @@
-"""The parts of a task, in the order in which they handle deaths and the end of the task.
+"""The parts of a task; in this order they handle deaths and the end of the task.
 
 It imports JAX. `coordinator_role.py` does not: the coordinator starts in half the time without it.
 """

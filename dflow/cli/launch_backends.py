@@ -1,4 +1,4 @@
-"""The backends by which `dflow launch` can start a cluster, each with its options of the command line.
+"""The backends that can start a cluster for `dflow launch`, each with its options of the command line.
 
 To add one, write its `LaunchTarget` in `distributed/launching/` and add its two functions to `BACKENDS`.
 """

@@ -33,8 +33,8 @@ Data = dict[str, Any]
 def cluster_json(before: Look | None, now: Look, steps_per_s: float, earlier: Look | None) -> Data:
     """Return the state at the look `now`; rates are None without one `before`.
 
-    The rates of edges are since the look `earlier`, some seconds ago: their traffic comes with heartbeats, of which
-    there may be none or two in a second.
+    The rates of edges are since the look `earlier`, some seconds ago: their traffic comes with heartbeats, and
+    a second may have none or two heartbeats.
     """
     status = now.status
     tasks, left_out = _tasks(before, now)

@@ -103,7 +103,7 @@ class ClaimedRun:
     #: Sums by name over the steps done, as their workers reported them.
     sums: dict[str, float] = field(default_factory=dict)
     is_training: bool = True
-    #: Whether the newest claim or report told of a failure, or a worker that took part has left since.
+    #: Whether the newest claim or report has a failure, or a worker that took part has left since.
     has_failed: bool = False
 
     def note(self, worker: ClaimingWorker) -> None:

@@ -25,7 +25,7 @@ class BeginStep(Request[StepAdmitted], frozen=True):
     `number`     of the step, greater than those of the worker's earlier ones; the same if it asks again
     `limit`      `max_staleness` of the run
     `held`       version of the values that were fetched for the step already; None if there are none
-    `timeout_s`  longest wait, after which the request is refused and keeps its turn
+    `timeout_s`  longest wait, then the request is refused and keeps its position in the queue
     """
 
     speaker = "worker"

@@ -195,7 +195,7 @@ class CoordinatorSession:
         return self._lost(at_s, reason)
 
     def wake(self, at_s: float) -> list[SessionCommand]:
-        """Do what is due at `wake_at_s`: reconnect, give up, or end a link over which a Join was not answered."""
+        """Act at `wake_at_s`: reconnect, give up, or end a link whose Join was not answered."""
         if self._link is not None:
             is_dead = self._join_by_s is not None and at_s >= self._join_by_s
             return self._drop(at_s, self._link, "a Join was not answered") if is_dead else []

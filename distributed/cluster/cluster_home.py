@@ -257,7 +257,7 @@ class ClusterHome:
             self.steps.state_changed()
 
     def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
-        """Run one op on the variable as a step of its own; the plan is kept for later operands of the same types."""
+        """Run one op on the variable as a separate step; the plan is kept for later operands of the same types."""
         key = (variable.key, name, *map(array_type_of, operands))
         step = self._ops.get(key)
         if step is None:

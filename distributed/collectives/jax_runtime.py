@@ -109,7 +109,7 @@ def _without_proxy(address: str) -> Iterator[None]:
     """Return a context that has gRPC connect to an address directly, not through a proxy of the environment.
 
     gRPC reads the environment when it makes a connection. The context sets a variable that only gRPC reads, the hosts
-    that are reached without a proxy, and turns off JAX's warning of proxies.
+    that are reached without a proxy, and disables JAX's warning of proxies.
     """
     if not any("_proxy" in name.lower() for name in os.environ):
         yield

@@ -106,7 +106,7 @@ class _Group:
     members: dict[str, int]
     lost: str = ""
     channels: dict[str, _Channel] = field(default_factory=dict)
-    #: The works that the member of rank 0 does for all: those that have begun, and the ends of others, the newest last.
+    #: The works that the member of rank 0 does for all: works that have begun, and the ends of others, the newest last.
     _begun: set[LeaderWork] = field(default_factory=set)
     _ended: dict[LeaderWork, LeaderWorkEnded] = field(default_factory=dict)
     _waiting: list[Waiting[AwaitLeaderWork]] = field(default_factory=list)

@@ -154,7 +154,7 @@ class CoordinatorCore:
 
     `jobs`        number of expected tasks by job
     `is_durable`  whether all changes are written; no snapshot is committed while some are not
-    `parts`       the parts made so far, in their order
+    `parts`       the parts that are made already, in their order
     """
 
     settings: CoordinatorSettings

@@ -31,7 +31,7 @@ class TaskTotals(CoordinatorPart):
     """The traffic and the costs of steps that the tasks of one cluster reported."""
 
     def __init__(self) -> None:
-        #: The newest traffic of each live task, by life, and the sum of those that have left.
+        #: The newest traffic of each live task, by life, and the sum for the tasks that have left.
         self._traffic: dict[int, tuple[EdgeTraffic, ...]] = {}
         self._kept: tuple[EdgeTraffic, ...] = ()
         #: For each task, its life, its first heartbeat with a part, and the newest one.

@@ -47,7 +47,7 @@ ON_THREADS: tuple[type[Observation], ...] = (StartTrace, StopTrace, GetTaskState
 
 
 class FunctionSource:
-    """The compiled functions of a process: here none, as of a process that runs no code of the user.
+    """The compiled functions of a process: here none, for a process that runs no code of the user.
 
     The layer `dflow` overrides the methods for other processes. Thread-safe; answers are made at each call.
     """

@@ -133,7 +133,7 @@ class ClusterSnapshots(CoordinatorPart):
         self.phase, self.since_s = phase, at_s
 
     def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Ask for a pause if the next snapshot is due; abandon one that takes too long."""
+        """Ask for a pause when it is time for the next snapshot; abandon a snapshot that takes too long."""
         if late := self._late(at_s):
             return self.abandon(at_s, late, least_s=AFTER_PAUSE_S if self.phase is SnapshotPhase.PAUSING else 0.0)
         if self._may_begin() and self.schedule.is_due(at_s, self._directory.names()):

@@ -91,7 +91,7 @@ class Recovery(CoordinatorPart):
         self.phase = ReturnPhase.NONE
         #: Why lost state cannot be restored, if it is hopeless.
         self.why = ""
-        #: The tasks that return; those that have yet to read or set their parts; and the beginning of this phase.
+        #: The tasks that return; the tasks that have yet to read or set their parts; and the beginning of this phase.
         self._tasks: tuple[str, ...] = ()
         self._left, self._since_s = set[str](), 0.0
         #: Tasks with parts of a resumed snapshot that are not expected in this cluster.

@@ -144,7 +144,7 @@ class Inflow:
         return []
 
     def awaited(self, step: StepId, edge: str) -> list[Reaction]:
-        """Request a value for which an op now waits, if it was offered; later if it does not fit the window now."""
+        """Request a value that an op waits for, if it was offered; later if it does not fit the window now."""
         offered = self.unanswered.get(step, {}).pop(edge, None)
         if offered is None:
             return []

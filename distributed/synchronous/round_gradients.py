@@ -83,7 +83,7 @@ def together(optimizers: Sequence[GivenOptimizer]) -> GivenOptimizer:
 
 
 def each_of(optimizer: GivenOptimizer) -> tuple[GivenOptimizer, ...]:
-    """Return the optimizers of which `together` made this one; the optimizer itself if it is a single one."""
+    """Return the optimizers that `together` united in this one; the optimizer itself if it is a single one."""
     return optimizer.optimizers if isinstance(optimizer, OptimizersTogether) else (optimizer,)
 
 

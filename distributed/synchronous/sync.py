@@ -32,7 +32,7 @@ class Sync(Strategy):
     cluster         the result of `dflow.connect()`
     backup_workers  number of gradients that a round does not wait for: the slowest ones, which are dropped
     requeue         whether a batch whose gradient was dropped is used again in the next round instead of lost
-    job             the job whose tasks hold the variables made in `variables()`, and one of which hosts the run
+    job             the job whose tasks hold the variables made in `variables()`; one of these tasks hosts the run
     raises          StrategyError if this many backup workers leave no worker to wait for
 
     A function of batches is given the number `round` * n + `index` of n workers, where `index` is the worker's. The

@@ -135,7 +135,7 @@ class RunProgress(CoordinatorPart):
     # Snapshots.
 
     def steps_done(self) -> int | None:
-        """Number of steps done in all runs, also those that earlier programs did; None before the first run."""
+        """Number of steps done in all runs, with the steps of earlier programs; None before the first run."""
         counts = self.counts()
         return self.steps(counts)[0] if counts else None
 
