@@ -207,7 +207,7 @@ class ClaimedRun:
     def note_done(self, report: StepsDone) -> int:
         """Record steps of the worker's newest claim as done; return the number done since its last report.
 
-        A report that does not fit this claim is ignored. A step that has failed is left over until it is done.
+        A report that does not fit this claim is ignored. A step that failed goes to `left_over` until it is done.
         """
         worker = self.workers.get(report.task)
         if worker is None or worker.first != report.first or not worker.done <= report.done <= worker.count:

@@ -34,7 +34,10 @@ class _Placement(msgspec.Struct, frozen=True):
 
 
 def placed_again(infos: Iterable[VariableInfo]) -> Iterator[tuple[str, msgspec.Struct]]:
-    """Yield keys and records for a new cluster's directory, where this state of ended processes counts as lost."""
+    """Yield the directory's records, with their keys, for a new cluster that resumes a snapshot with these placements.
+
+    Each name stays on its task, but with an ended process. So it is lost once the task joins, and is loaded again.
+    """
     for number, info in enumerate(infos):
         yield _PLACED + info.name, _Placement(number, msgspec.structs.replace(info, process=info.process or _ENDED))
 
@@ -124,11 +127,14 @@ class VariableDirectory:
         return tuple(name for name, placement in self._placements.items() if placement.info.is_saved)
 
     def holders(self) -> tuple[str, ...]:
-        """Return the tasks that hold state that snapshots have, or a run."""
+        """Return the tasks that hold state that snapshots have, or that are the host of a run."""
         return tuple(dict.fromkeys(info.task for info in self.saved()))
 
     def saved(self) -> tuple[VariableInfo, ...]:
-        """Return the placements that snapshots have, in order: such state, and the runs of synchronous training."""
+        """Return the placements that snapshots have, in order: saved state, and the hosts of runs.
+
+        A run's host keeps its rounds (`Sync`) or its bound of staleness (`Async`).
+        """
         infos = (placement.info for placement in self._placements.values())
         return tuple(info for info in infos if info.is_saved or info.kind == "run")
 

@@ -52,7 +52,7 @@ def align(samples: Mapping[str, Sequence[ClockSample]], crossings: Iterable[Cros
 
 
 def _bounds_of_trips(samples: Mapping[str, Sequence[ClockSample]]) -> dict[tuple[str, str], int]:
-    """By (one, other): upper bound of the other's offset minus the one's; our offset is 0."""
+    """By (one, other): upper bound of the other's offset minus the one's, in ns; our offset is 0."""
     found = {}
     for task, trips in samples.items():
         found[OURS, task] = min(told_ns - asked_ns for asked_ns, told_ns, _ in trips)
@@ -73,7 +73,10 @@ def _bounds_of_crossings(
 
 
 def _shortest_paths(bounds: _Bounds, tasks: Iterable[str]) -> dict[str, int] | None:
-    """Length of the shortest path from our clock to each task; None when there is a negative cycle."""
+    """Return by task the length in ns of the shortest path from our clock; None when the bounds contradict each other.
+
+    The length is the greatest offset of the task's clock that all bounds allow.
+    """
     length = {OURS: 0} | {task: bounds[OURS, task] for task in tasks}
     for _ in range(len(length) + 1):
         is_shortest = True

@@ -14,7 +14,12 @@ from types import FrameType
 
 
 def dump_on_signal(dump: Callable[[str], None]) -> None:
-    """Call `dump` with the reason at each SIGUSR2; it must not block."""
+    """Have each SIGUSR2 call `dump` with the reason, on the main thread; it must not block.
+
+    Does nothing on another thread than the main one, or where the program handles SIGUSR2. A later call replaces
+    `dump`.
+
+    """
     earlier = signal.getsignal(signal.SIGUSR2)
     is_free = earlier == signal.SIG_DFL or getattr(earlier, "func", None) is _handle
     if is_free and threading.current_thread() is threading.main_thread():

@@ -20,9 +20,11 @@ LARGEST_BYTES = 32 << 20
 
 
 def keep_freed_memory(*, has_threads: bool) -> None:
-    """Have this process retain freed blocks of up to `LARGEST_BYTES`. With threads already, it keeps its arenas.
+    """Have this process retain freed blocks of up to `LARGEST_BYTES`, instead of returning them to the system.
 
     Does nothing if the environment has settings of `malloc`, or the C library is not glibc.
+
+    has_threads  whether the process already has threads that allocate; if not, it is also limited to two arenas
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return

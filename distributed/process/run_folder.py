@@ -1,4 +1,4 @@
-"""Files that a run's processes write: their folder without a path from the user, and writing one whole."""
+"""The folder for a process's dumps of events, and writing a file atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ RUN_FOLDER_VARIABLE = "DFLOW_RUN_DIR"
 
 
 def run_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder in DFLOW_RUN_DIR, else a folder of this user among the temporary files."""
+    """Return the folder for dumps of events: that in DFLOW_RUN_DIR, else `dflow-<user id>` among the temporary files.
+
+    It need not exist.
+    """
     named = read(RUN_FOLDER_VARIABLE, environment)
     return Path(named) if named else Path(tempfile.gettempdir()) / f"dflow-{os.geteuid()}"
 

@@ -40,7 +40,7 @@ class Terminated(SystemExit):
 
 
 class TerminationGuard:
-    """Holds SIGTERM back while a step runs."""
+    """The handler of SIGTERM of one training loop: it delays the signal until the present step has ended."""
 
     def __init__(self) -> None:
         self._in_step = self._has_raised = False
@@ -65,7 +65,7 @@ class TerminationGuard:
             self._raise()
 
     def left(self) -> None:
-        """Send the signal again if the loop was left before it ended the program."""
+        """End the loop: send this process SIGTERM again if it came during the last step and raised nothing yet."""
         if self.has_come and not self._has_raised:
             signal.raise_signal(signal.SIGTERM)
 

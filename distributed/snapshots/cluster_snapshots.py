@@ -187,9 +187,11 @@ class ClusterSnapshots(CoordinatorPart):
         return []
 
     def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
-        """Abandon a snapshot that has a part of the task's earlier process, or a step that the task may have begun.
+        """Abandon the snapshot that is being made if its capture may not be of one moment any more.
 
-        A process that joins again (`is_known`) also sets `is_broken`: it was not held back meanwhile.
+        That is so if an earlier process of the task has captured a part, or if the process joins again (`is_known`)
+        during the capture: it may have begun a step, since the pause did not reach it. Therefore such a join also sets
+        `is_broken`.
         """
         self.is_broken = self.is_broken or is_known
         return self._left_or_replaced(

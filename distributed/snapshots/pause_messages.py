@@ -1,4 +1,4 @@
-"""Pauses of the steps that several tasks take part in, during which a task has all tasks capture their state."""
+"""Messages for pauses of the steps that several tasks take part in, in which a task has all capture their state."""
 
 from __future__ import annotations
 

@@ -155,9 +155,10 @@ class Recovery(CoordinatorPart):
         return [Log(why), *self._release(ReturnPhase.HOPELESS)]
 
     def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Have a task of the present return load its part again. A new process while tasks set begins the return again.
+        """Have a task that joins read its part for the present return, if it takes part in it.
 
-        Any join lets a return that was hopeless be tried again.
+        A new process in the phase SETTING begins the return again. Any join lets a return that was hopeless be tried
+        again.
         """
         if self.phase is ReturnPhase.HOPELESS:
             self.phase = ReturnPhase.NONE
@@ -176,7 +177,7 @@ class Recovery(CoordinatorPart):
         return []
 
     def _repeat(self, task: str) -> bool:
-        """Expect a task of the present return to load its part again; return whether it is one."""
+        """If the task is in the present return, expect it to read or set its part again; return whether it is."""
         is_in = self._is_loading and task in self._tasks
         if is_in:
             self._left.add(task)

@@ -34,7 +34,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """A snapshot: the tasks that hold parts of it, the names of all state in it, and the coordinator's parts then.
 
     at_s        time of the capture, as in events
-    placed      the placement of the variables and of the runs of synchronous training
+    placed      the placements of the state, and of the hosts of runs; see `VariableDirectory.saved`
     cluster     id of the cluster that made it
     copies      copies of the coordinator's parts, by class
     steps_done  number of steps done then; None before the first run of a strategy

@@ -1,4 +1,4 @@
-"""Snapshots of the state of a cluster, each task's part written by the task itself, and the return to one."""
+"""Messages for snapshots of the cluster's state, of which each task writes its own part, and for the return to one."""
 
 from __future__ import annotations
 

@@ -229,7 +229,10 @@ class Gradients:
         optimizer.apply_mean(self.types.together(means))
 
     def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
-        """Run the step for opening `number`; return its result, and whether its gradients are in the average."""
+        """Run the step for the opening `number` of a round; return its result, and whether its gradients came in time.
+
+        Gradients come in time if they are among those that the round averages; see `rounds.py`.
+        """
         # By their home: eager operations would take a fifth of the processor time of a small step.
         own = self._round.home
         own.update(self._round, "assign", np.int32(number))

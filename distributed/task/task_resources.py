@@ -207,7 +207,10 @@ class _Checked:
         self.held.forget(reason, remedy, error)
 
     def results(self, op: ResourceOp, operands: Sequence[ArrayType]) -> int:
-        """Number of arrays that the op returns for operands of these types; raises if they do not match."""
+        """Return the number of arrays that the op returns for operands of these types.
+
+        raises  WireError for another number of operands than the op has; GraphTypeError if their types do not match
+        """
         definition = ops.RESOURCE_OPS[op.name]
         counted = {} if definition.least_count is None else {"count": op.count}
         try:

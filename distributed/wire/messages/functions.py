@@ -40,7 +40,7 @@ class ListFunctions(Request[Functions], frozen=True):
 
 
 class TraceTelling(msgspec.Struct, frozen=True):
-    """A trace of a function; see `TraceRecord`. `call` is as `train.py:12`."""
+    """A trace of a function; see `TraceRecord`. `call` is the line of the user's call, such as `train.py:12`."""
 
     number: int
     call: str

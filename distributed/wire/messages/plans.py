@@ -56,8 +56,10 @@ class Ahead(NamedTuple):
 class RunPlan(Request[Ok], frozen=True):
     """Run a registered plan as part of a step; answered by `Ok` when the plan has ended.
 
-    With `ahead`, the plan changes no state until `ReleaseStep`, or if the step is numbered, a value of `origin`,
-    arrives. `of` is the call of a shared run's step: another attempt at it changes no state again.
+    `ahead`  how the part begins before `origin` calls the step. It changes no state until `ReleaseStep` arrives, or,
+             if `is_numbered`, the first value that `origin` sends in the step; None for a step that was called
+    `of`     the call, of a run's step, that this is an attempt at: an attempt after one that changed state changes no
+             state again; None for a step of no run
     """
 
     speaker = "origin"

@@ -46,9 +46,9 @@ class Fed(Message, frozen=True):
 
 
 class GetFed(Request[Fed], frozen=True):
-    """Ask a queue which elements of a feed were put in; or have it forget them.
+    """Ask a queue for the numbers of the elements that the feed `feed` has put in; answered by `Fed`.
 
-    `forget`  whether the queue forgets them: the feed has ended, and no other goes on with it
+    `forget`  whether the queue also drops these numbers: the feed has ended, and no later one continues it
     """
 
     key: str

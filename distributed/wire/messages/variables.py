@@ -75,7 +75,7 @@ class CreateVariables(Request[VariablesCreated], frozen=True):
 
 
 class ReadVariables(Request[Arrays], frozen=True):
-    """Read variables; answered by `Arrays`, a consistent snapshot."""
+    """Read the variables `keys`; answered by `Arrays`, in that order, their values between the same two steps."""
 
     keys: tuple[str, ...]
 
