@@ -18,7 +18,6 @@ def dump_on_signal(dump: Callable[[str], None]) -> None:
 
     Does nothing on another thread than the main one, or where the program handles SIGUSR2. A later call replaces
     `dump`.
-
     """
     earlier = signal.getsignal(signal.SIGUSR2)
     is_free = earlier == signal.SIG_DFL or getattr(earlier, "func", None) is _handle

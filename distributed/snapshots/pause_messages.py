@@ -1,4 +1,4 @@
-"""Messages for pauses of the steps that several tasks take part in, in which a task has all capture their state."""
+"""Messages for a pause of the steps of several tasks; during the pause, a task has all tasks capture their state."""
 
 from __future__ import annotations
 

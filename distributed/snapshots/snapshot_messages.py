@@ -1,4 +1,4 @@
-"""Messages for snapshots of the cluster's state, of which each task writes its own part, and for the return to one."""
+"""Messages for snapshots of the cluster's state, and for the return to one; each task writes its own part."""
 
 from __future__ import annotations
 

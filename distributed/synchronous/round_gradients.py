@@ -231,7 +231,7 @@ class Gradients:
     def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
         """Run the step for the opening `number` of a round; return its result, and whether its gradients came in time.
 
-        Gradients come in time if they are among those that the round averages; see `rounds.py`.
+        Gradients come in time if the round averages them; see `rounds.py`.
         """
         # By their home: eager operations would take a fifth of the processor time of a small step.
         own = self._round.home
