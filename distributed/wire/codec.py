@@ -177,7 +177,7 @@ def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> Any:
 
 
 def encode_values(values: Sequence[jax.Array | npt.NDArray[Any]]) -> SentPayload:
-    """Return the elements of `values` one after another, each padded to `ALIGNMENT_BYTES`: see `PayloadLayout`.
+    """Return the elements of `values` one after another, each aligned to `ALIGNMENT_BYTES`: see `PayloadLayout`.
 
     Waits until they are computed. Large arrays are views, so they must not change until they are sent; raises like
     `encode_array`.
