@@ -26,6 +26,7 @@ from dflow.serving.http_api import HttpApi
 from dflow.serving.http_connection import LOGGER as HTTP_LOGGER
 from dflow.serving.http_connection import HttpLimits
 from dflow.serving.http_server import HttpServer, bound_socket
+from dflow.serving.inference_service import InferenceService
 from dflow.serving.served_model import ServedModel, find_models, versions_in
 from dflow.serving.served_version import ServingSettings
 from dflow.serving.serving_metrics import ServingMetrics
@@ -91,9 +92,9 @@ class ModelServer:
             }
             _check_one_is_served(self.models)
             metrics.models = self.models
-            self._api = HttpApi(self.models, settings, metrics, lambda model: model.renew(self._swap), names)
+            self._service = InferenceService(self.models, settings, metrics, lambda model: model.renew(self._swap))
             self._loop = _new_loop()
-            self._server = HttpServer(self._api.app, context, limits, lifespan="off")
+            self._server = HttpServer(HttpApi(self._service, names).app, context, limits, lifespan="off")
             held = listener.detach()
         sock = socket.socket(fileno=held)
         port = sock.getsockname()[1]
@@ -115,12 +116,12 @@ class ModelServer:
         if self._stop_watching.is_set():
             return True
         self._stop_watching.set()
-        self._loop.call_soon_threadsafe(setattr, self._api, "is_stopping", True)
+        self._loop.call_soon_threadsafe(setattr, self._service, "is_stopping", True)
         deadline = time.monotonic() + grace_s
-        while self._api.in_progress and time.monotonic() < deadline:
+        while self._service.in_progress and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        is_clean = not self._api.in_progress
-        self._loop.call_soon_threadsafe(self._api.abandon)
+        is_clean = not self._service.in_progress
+        self._loop.call_soon_threadsafe(self._service.abandon)
         self._watching.join(_until(deadline))
         if is_clean:
             versions = [model.current for model in self.models.values() if model.current]

@@ -265,7 +265,11 @@ async def outputs_of(
     loop = asyncio.get_running_loop()
     request = PendingRequest(arrays, time.monotonic() + timeout_s, loop.create_future())
     queue.submit(request)
-    done, _ = await asyncio.wait([request.future], timeout=timeout_s)
+    try:
+        done, _ = await asyncio.wait([request.future], timeout=timeout_s)
+    except asyncio.CancelledError:
+        request.claim.acquire(blocking=False)  # nothing waits for the outputs, so they are not computed
+        raise
     if not done and request.claim.acquire(blocking=False):
         raise RefusedRequest(504, _LATE)
     return await request.future

@@ -29,7 +29,7 @@ class ServingMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(
-            "dflow_serve_requests", "Requests by status of HTTP.", ["model", "status"], registry=self._registry
+            "dflow_serve_requests", "Requests by status of HTTP or gRPC.", ["model", "status"], registry=self._registry
         )
         self._seconds = self._histogram("request_seconds", "Time from a request's headers to its answer.", _SECONDS)
         self._waits = self._histogram("queue_seconds", "Wait of a request in its queue.", _SECONDS)
@@ -41,8 +41,8 @@ class ServingMetrics:
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
         return Histogram(f"dflow_serve_{name}", text, ["model"], buckets=bounds, registry=self._registry)
 
-    def request(self, function: str, status: int, took_s: float) -> None:
-        self._requests.labels(function, str(status)).inc()
+    def request(self, function: str, status: str, took_s: float) -> None:
+        self._requests.labels(function, status).inc()
         self._seconds.labels(function).observe(took_s)
 
     def batch(self, function: str, rows: int, took_s: float, waits_s: Sequence[float]) -> None:

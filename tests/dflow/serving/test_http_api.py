@@ -395,7 +395,7 @@ def test_the_bytes_in_progress_are_bounded(folder: Path) -> None:
         held = HeldCalls(server)
         body = json_request(x=ROW).ljust(200)
         asked = [held.ask(body) for _ in range(4)]
-        until(lambda: sum(server._api._bytes.values()) == 800)
+        until(lambda: sum(server._service._bytes.values()) == 800)
         status, answer, headers = infer(server.url, "scale", json_request(x=ROW))
         assert (status, headers["retry-after"]) == (503, "1")
         assert answer == {"error": "the server has 800 bytes of requests in progress, the most"}

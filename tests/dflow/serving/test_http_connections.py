@@ -252,7 +252,7 @@ def test_bodies_that_stall_shut_out_no_others(folder: Path) -> None:
     with served(folder, ServingSettings(max_queue=2)) as server, ExitStack() as stack:
         for _ in range(5):
             stack.enter_context(connect(server)).sendall(INFER + b"Content-Length: 100\r\n\r\n{")
-        until(lambda: server._api.in_progress == 5)
+        until(lambda: server._service.in_progress == 5)
         assert infer(server.url, "scale", ROW)[0] == 200
 
 
