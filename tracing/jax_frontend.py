@@ -700,6 +700,17 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def with_letters(dim: Any, value_of: Callable[[str], Any]) -> Any:
+    """Return a symbolic dimension with another expression in place of each letter."""
+    return dim._evaluate({letter: value_of(letter) for letter in letters_of(dim)})
+
+
+def letters_of(dim: Any) -> set[str]:
+    """Return the letters of a symbolic dimension."""
+    letters: set[str] = dim._get_vars()
+    return letters
+
+
 def touches_state(effects: Any) -> bool:
     """Whether any of the effects is on a variable, a queue or an accumulator."""
     return any(isinstance(effect, ResourceEffect) for effect in effects)

@@ -17,6 +17,7 @@ from dflow.exporting.export_manifest import (
     FunctionSignature,
     PartEntry,
     arguments_of,
+    open_sizes_of,
     signature_refusal,
 )
 from dflow.exporting.exported_call import python_signature
@@ -48,8 +49,10 @@ def check_manifest(manifest: ExportManifest) -> None:
         _check_names(f"{name} uses", signature.variables, manifest.variables)
         _check_names(f"{name} uses", signature.constants.values(), manifest.constants)
         _check_names(f"{name} uses", signature.writes, signature.variables)
+        sizes = open_sizes_of(signature.parameters)
         for check in signature.checks.values():
-            if check.rows < 1 or not _IDS.fullmatch(check.type):
+            is_size = check.rows in sizes if isinstance(check.rows, str) else check.rows >= 1
+            if not is_size or not _IDS.fullmatch(check.type):
                 raise ValueError(f"{name} checks ids {check.type} of {check.rows} rows")
         if not signature.platforms:
             raise ValueError(f"{name} is for no platform")

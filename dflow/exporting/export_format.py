@@ -28,9 +28,9 @@ from dflow.lowering.files.regular_file import LinkError, read_regular, reading_r
 from dflow.tracing.errors import CheckpointError, ExportError
 from dflow.tracing.ir.types import ArrayType
 
-#: The newest format version that this dflow reads, and writes for programs that check ids. Version 2 has variables that
-#: divide an array, and version 1 neither.
-FORMAT = 3
+#: The newest format version that this dflow reads, and writes for programs that check numbers against an open size.
+#: Version 3 checks ids, version 2 has variables that divide an array, and version 1 none of these.
+FORMAT = 4
 
 MANIFEST = "manifest.json"
 PROGRAMS = "programs"

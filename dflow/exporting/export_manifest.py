@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, leaves_of, text
+from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, leaves_of, parts_of_type, text
 from dflow.tracing.rows.axis_slice import AxisSlice
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -30,11 +30,12 @@ class Parameter(msgspec.Struct, frozen=True):
 class CheckEntry(msgspec.Struct, frozen=True):
     """Checks of ids: those for `table` must be from 0 to `rows` - 1, and are of the type `type`, such as `i32[]`.
 
-    `noun` says what they are: ids, or the segments of bags.
+    `rows`  a number, or the text of an open size of an argument, such as `b`
+    `noun`  what they are: ids, or the segments of bags
     """
 
     table: str
-    rows: int
+    rows: int | str
     type: str
     noun: Literal["ids", "segments"] = "ids"
 
@@ -120,6 +121,17 @@ def arguments_of(parameters: Sequence[Parameter]) -> Tree:
     """Return the structure of the arguments that a program takes: those by position, and those by name."""
     positional = [parameter.tree for parameter in parameters if parameter.by != "name"]
     return Tuple([Tuple(positional), Dict([(one.name, one.tree) for one in parameters if one.by == "name"])])
+
+
+def open_sizes_of(parameters: Sequence[Parameter]) -> dict[str, tuple[int, int]]:
+    """Return, by the text of each open size, the number of a leaf of the arguments that has it, and the dimension."""
+    leaves = [leaf for parameter in parameters for leaf in leaves_of(parameter.tree, parameter.name)]
+    found: dict[str, tuple[int, int]] = {}
+    for number, (_, type) in enumerate(leaves):
+        for dim, size in enumerate(parts_of_type(type)[1]):
+            if not size.isdecimal():
+                found.setdefault(size, (number, dim))
+    return found
 
 
 def signature_refusal(name: object) -> str | None:

@@ -15,7 +15,14 @@ import numpy as np
 
 from dflow.calls.function import jit
 from dflow.calls.static_arguments import static_arguments
-from dflow.exporting.export_manifest import CheckEntry, FunctionSignature, Parameter, arguments_of
+from dflow.exporting.export_manifest import (
+    CheckEntry,
+    FunctionSignature,
+    Parameter,
+    arguments_of,
+    open_sizes_of,
+)
+from dflow.exporting.open_sizes import as_given, sizes_from_zero
 from dflow.lowering.programs.export import PureProgram, exported, pure_program
 from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
 from dflow.tracing.derivatives.discharge import constants_within
@@ -52,16 +59,32 @@ def make(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     names: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> TracedExport:
+    """Trace `fn` for these types of arguments, and lower it to a program. Raises ExportError.
+
+    names    of large arrays that the function closes over; by default those in its code
+    options  platforms, vjp_order and disabled_checks, as for `dflow.export`
+
+    A letter is any size from 0, or from 1 if an op of the function needs that.
+    """
+    if (from_zero := sizes_from_zero((args, kwargs))) is not None:
+        with suppress(Exception):  # of an op that needs a row; the cause of any other is found again
+            return _made(name, fn, from_zero[0], from_zero[1], names, **options)
+    return _made(name, fn, args, kwargs, names, **options)
+
+
+def _made(
+    name: str,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Mapping[str, Any] | None = None,
     *,
     platforms: tuple[str, ...],
     vjp_order: int,
     disabled_checks: tuple[jax.export.DisabledSafetyCheck, ...],
 ) -> TracedExport:
-    """Trace `fn` for these types of arguments, and lower it to a program. Raises ExportError.
-
-    names  of large arrays that the function closes over; by default those in its code
-    The others are as for `dflow.export`.
-    """
     if not callable(fn):
         raise ExportError(
             f"{name} is a {type(fn).__name__}, which is no function",
@@ -99,22 +122,30 @@ def make(
         size_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
         checks={
-            check.name: CheckEntry(check.table, _fixed(name, check), str(ArrayType(check.dtype, ())), check.noun)
+            check.name: CheckEntry(
+                check.table, _size(name, check, parameters), str(ArrayType(check.dtype, ())), check.noun
+            )
             for check in pure.checks
         },
     )
     return TracedExport(signature, pure, program, content, {v.name: v for v in (*pure.variables, *returned)})
 
 
-def _fixed(name: str, check: Any) -> int:
-    """Return the number of rows or bags that a check of ids compares with. Raises ExportError for an open one."""
-    if not isinstance(check.size, int):
+def _size(name: str, check: Any, parameters: Sequence[Parameter]) -> int | str:
+    """Return the number of rows or bags that a check of ids compares with: a size of an argument, if it is open.
+
+    Raises ExportError for another open number.
+    """
+    if isinstance(check.size, int):
+        return check.size
+    size = str(as_given(check.size))
+    if size not in open_sizes_of(parameters):
         raise ExportError(
-            f"{name}: expected a fixed number of {check.noun} of {check.table}, got one that needs the number "
-            f"{check.size}",
-            "export it for one size of its arguments, and pad the last batch",
+            f"{name}: expected a number of {check.noun} of {check.table} that is fixed, or a size of an argument, got "
+            f"{size}",
+            "give an argument of that size, or export it for one size of its arguments, and pad the last batch",
         )
-    return check.size
+    return size
 
 
 @contextmanager
@@ -140,9 +171,13 @@ def _type_of(array: Any) -> ArrayType:
     return array_type_of(jax.ShapeDtypeStruct(array.shape, array.dtype))
 
 
+def _text_of(array: Any) -> str:
+    return str(_type_of(jax.ShapeDtypeStruct(tuple(map(as_given, array.shape)), array.dtype)))
+
+
 def _tree(name: str, treedef: Any, leaves: Sequence[Any], path: str) -> Tree:
     try:
-        return tree_of(treedef, (str(_type_of(leaf)) for leaf in leaves), path)
+        return tree_of(treedef, map(_text_of, leaves), path)
     except UnknownNodeError as error:
         raise ExportError(
             f"{name} cannot be exported: {error.path} is a {error.kind.__name__}, which needs the code to load",

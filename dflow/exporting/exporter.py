@@ -22,6 +22,7 @@ from dflow.exporting.export_manifest import (
     signature_refusal,
 )
 from dflow.exporting.export_trace import Trace, TracedExport, make
+from dflow.exporting.open_sizes import LETTERS
 from dflow.exporting.savable_functions import SavableFunctions
 from dflow.exporting.small_weights import FORMS, WeightForm, WeightReport, report, with_small_weights
 from dflow.lowering.programs.export import exported
@@ -59,8 +60,7 @@ class Exported(SavableFunctions):
             for name, held in variables.items()
         }
         types = {name: str(array_type_of(value).strong) for name, value in constants.items()}
-        # The oldest version of the format that holds the export, so that an older dflow reads it if it can.
-        form_version = FORMAT if any(one.checks for one in signatures.values()) else 2 if parts else 1
+        form_version = _format_of(signatures.values(), bool(parts))
         super().__init__(
             ExportManifest(form_version, __version__, jax.__version__, entries, types, signatures),
             {name: one.program for name, one in made.items()},
@@ -123,6 +123,14 @@ def _parts(variables: Mapping[str, Variable]) -> dict[str, PartEntry]:
         if is_whole and array not in variables and {part.whole for part in parts.values()} == {first.whole}:
             entries |= {name: PartEntry(array, [*part.whole], *part.indices) for name, part in parts.items()}
     return entries
+
+
+def _format_of(signatures: Iterable[FunctionSignature], has_parts: bool) -> int:
+    """Return the oldest version of the format that holds an export, so that an older dflow reads it if it can."""
+    checks = [check for one in signatures for check in one.checks.values()]
+    if any(isinstance(check.rows, str) for check in checks):
+        return FORMAT
+    return 3 if checks else 2 if has_parts else 1
 
 
 def _add_constants(constants: dict[str, Any], signature: str, one: TracedExport) -> dict[str, str]:
@@ -202,7 +210,7 @@ def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
     """
     given = shape if isinstance(shape, str) else ", ".join(map(str, shape))
     try:
-        dims = jax.export.symbolic_shape(given, scope=_SCOPE)
+        dims = jax.export.symbolic_shape(given, scope=LETTERS)
     except (TypeError, ValueError) as error:
         raise ExportError(
             f"{shape!r} is no shape: {str(error).splitlines()[0]}",
@@ -210,10 +218,6 @@ def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
         ) from None
     is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return jax.ShapeDtypeStruct(dims, dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
-
-
-#: Scope of all letters in `spec`: JAX does not allow two scopes in one function.
-_SCOPE = jax.export.SymbolicScope()
 
 
 def _name_of(fn: Any) -> str:

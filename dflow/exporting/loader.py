@@ -34,10 +34,12 @@ from dflow.exporting.export_manifest import (
     Parameter,
     and_list,
     arguments_of,
+    open_sizes_of,
     signature_text,
     wide_arrays,
 )
 from dflow.exporting.exported_call import compiled, python_signature, result_of
+from dflow.exporting.open_sizes import text_as_given
 from dflow.exporting.savable_functions import SavableFunctions
 from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.programs.foreign_program import RefusedCall, bytecode_reader, read_program
@@ -227,12 +229,12 @@ def _function(
                 # Before it writes anything: XLA computes no more of this call than the ids that it checks.
                 _, _, *outside = program.call(state, given, *plain_args, **plain_kwargs)
                 if leaves:
-                    plain_args, plain_kwargs = _after_checks(signature, outside, (plain_args, plain_kwargs))
+                    plain_args, plain_kwargs = _after_checks(signature, leaves, outside, (plain_args, plain_kwargs))
                 else:
-                    state = _after_checks(signature, outside, state)
+                    state = _after_checks(signature, leaves, outside, state)
             results, after, *outside = program.call(state, given, *plain_args, **plain_kwargs)
             if not signature.writes:
-                results = _after_checks(signature, outside, results)
+                results = _after_checks(signature, leaves, outside, results)
         for key in signature.writes:
             variables[key].assign(after[key])
         return result_of(signature, results, variables)
@@ -240,10 +242,17 @@ def _function(
     return compiled(name, signature, run)
 
 
-def _after_checks(signature: FunctionSignature, outside: Sequence[Mapping[str, Any]], values: Any) -> Any:
+def _after_checks(
+    signature: FunctionSignature, leaves: Sequence[Any], outside: Sequence[Mapping[str, Any]], values: Any
+) -> Any:
     """Return a pytree of arrays as it is. Raises InputError, when it runs, for an id outside of its table."""
+    sizes = open_sizes_of(signature.parameters)
     for name, check in signature.checks.items():
-        values = after_id_check(outside[0][name], values, size=check.rows, table=check.table, noun=check.noun)
+        size = check.rows
+        if isinstance(size, str):
+            number, dim = sizes[size]
+            size = max(1, leaves[number].shape[dim])  # of no bags: the program says 0 also if all numbers are right
+        values = after_id_check(outside[0][name], values, size=size, table=check.table, noun=check.noun)
     return values
 
 
@@ -255,13 +264,13 @@ def _naming_sizes(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
     except ValueError as error:
         if small := re.search(r"Expected value >= 1 for dimension variable '(\w+)'", str(error)):
             raise SignatureError(
-                f"{name} was called with the size 0 for {small[1]}, and a letter in a shape is any size from 1",
+                f"{name} was called with the size 0 for {small[1]}, and an op of it needs 1 or more",
                 "skip the call when that dimension is empty",
             ) from None
         found = re.search(r"Found inconsistency between (.*?)(?: Using the following|$)", str(error), re.DOTALL)
         if found is None:
             raise
-        found_text = re.sub(r"args\[(\d+)\]", lambda index: positional[int(index[1]) - 2].name, found[1])
+        found_text = re.sub(r"args\[(\d+)\]", lambda index: positional[int(index[1]) - 2].name, text_as_given(found[1]))
         found_text = re.sub(r"kwargs\['(\w+)'\]", r"\1", found_text)
         raise SignatureError(
             f"{name} was called with inconsistent sizes: {found_text.rstrip('. ')}",

@@ -73,7 +73,7 @@ class SignatureTensors:
         self.inputs = [_spec(name, path, type) for path, type in inputs]
         self.outputs = [_spec(name, path, type) for path, type in _outputs(signature)]
         self.batch = self._batch_letter()
-        #: Then the outputs have no rows either, and no other effect.
+        #: Then the outputs have no rows either, and no other effect: no program needs to run.
         self._takes_no_rows = self.batch is not None and not signature.writes
 
     def _batch_letter(self) -> str | None:
@@ -101,13 +101,9 @@ class SignatureTensors:
                     raise RefusedRequest(
                         400, f"input {spec.name!r}: expected {known[1]} for {dim}, as {known[0]!r} has, got {size}"
                     )
-                if size == 0 and isinstance(dim, str) and not self._takes_no_rows:
-                    raise RefusedRequest(
-                        400, f"input {spec.name!r}: expected a size from 1 for {dim} of {spec}, got 0; skip the request"
-                    )
 
     def of_no_rows(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]] | None:
-        """Return the outputs for checked inputs without rows, which a program does not take; None for others."""
+        """Return the outputs for checked inputs without rows; None for others."""
         if not self._takes_no_rows or next(iter(arrays.values())).shape[0]:
             return None
         return [np.zeros((0, *spec.dims[1:]), spec.dtype) for spec in self.outputs]

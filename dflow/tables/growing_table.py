@@ -168,6 +168,8 @@ def rows_of(found: FoundIds) -> jax.Array:
         with colocate_with(shard):
             now = shard.hooks.rows_now(looked)
             rows.append(first_rows(gather_p.bind(now, handle=shard.handle, once=False), looked.count))
+    if not all(isinstance(size, int) for size in found.shape):  # JAX takes no rows of an array that may have none
+        rows.append(jnp.zeros((1, *table.shape[1:]), table.dtype))
     return jnp.take(jnp.concatenate(rows), found.places, axis=0, mode="clip").reshape(shape)
 
 

@@ -22,32 +22,23 @@ def route_ids(bounds: Sequence[int], ids: WideIds) -> Route:
     """The route of ids, u32[n] each part, over shards; `bounds` has the number of buckets before each, and of all.
 
     In place of row numbers it has ids, u32[n, 2]: upper and lower bits, those of one bucket next to each other; past
-    the counts they are zero. With a symbolic n, as in an export, equal ids are asked for each.
+    the counts they are zero. With a symbolic n, as in an export, each shard is asked for all ids.
     """
     [count] = ids.low.shape
-    is_symbolic = not isinstance(count, int)
-    buckets = bounds[-1]
-    bucket = bucket_of(ids.high, ids.low, buckets)
-    number = jnp.arange(count, dtype=jnp.int32)
+    bucket, limits = bucket_of(ids.high, ids.low, bounds[-1]), np.asarray(bounds, np.int32)
+    shards, number = range(len(bounds) - 1), jnp.arange(count, dtype=jnp.int32)
+    if not isinstance(count, int):  # JAX has no scan over such a size, and an export sends nothing
+        shard_of = (bucket[:, None] >= limits[1:]).sum(1, dtype=jnp.int32)
+        each = jnp.stack([ids.high, ids.low], 1)
+        return Route([each for _ in shards], [jnp.int32(count) for _ in shards], shard_of * jnp.int32(count) + number)
     bucket, high, low, number = jax.lax.sort((bucket, ids.high, ids.low, number), num_keys=3)
     is_same = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-    # JAX has no scan over a symbolic size.
-    ranks = (
-        jnp.arange(count, dtype=jnp.int32)
-        if is_symbolic
-        else jax.lax.associative_scan(jnp.add, jnp.concatenate([jnp.ones(1, jnp.int32), 1 - is_same])) - 1
-    )
+    ranks = jax.lax.associative_scan(jnp.add, jnp.concatenate([jnp.ones(1, jnp.int32), 1 - is_same])) - 1
     # A second id of a rank is the same id.
     sorted_ids = jnp.zeros((2 * count, 2), jnp.uint32).at[ranks].set(jnp.stack([high, low], 1))
-    its_bucket = jnp.full(count, buckets, jnp.int32).at[ranks].set(bucket)
-    limits = np.asarray(bounds, np.int32)
-    if is_symbolic:
-        starts = (its_bucket[:, None] < limits).sum(0, dtype=jnp.int32)
-        shard_of = (bucket[:, None] >= limits[1:]).sum(1, dtype=jnp.int32)
-    else:
-        starts = jnp.searchsorted(its_bucket, limits).astype(jnp.int32)
-        shard_of = jnp.searchsorted(limits[1:], bucket, side="right")
-    shards = range(len(bounds) - 1)
+    its_bucket = jnp.full(count, bounds[-1], jnp.int32).at[ranks].set(bucket)
+    starts = jnp.searchsorted(its_bucket, limits).astype(jnp.int32)
+    shard_of = jnp.searchsorted(limits[1:], bucket, side="right")
     counts = [starts[shard + 1] - starts[shard] for shard in shards]
     routed = [
         first_rows(jax.lax.dynamic_slice(sorted_ids, (starts[shard], np.int32(0)), (count, 2)), counts[shard])

@@ -90,7 +90,7 @@ def sampled_softmax_cross_entropy(
     ids = jnp.concatenate([labels.reshape(-1), drawn])
     dtype = jnp.result_type(hidden, weights.dtype)
     hidden, rows = hidden.astype(sum_dtype(dtype)), weights.rows(ids).astype(sum_dtype(dtype))
-    of_labels, of_drawn = rows[: labels.size].reshape(*labels.shape, -1), rows[labels.size :]
+    of_labels, of_drawn = rows[: labels.size].reshape(hidden.shape), rows[labels.size :]
     own, others = (hidden * of_labels).sum(-1), hidden @ of_drawn.T
     if bias is not None:
         biases = bias.rows(ids)

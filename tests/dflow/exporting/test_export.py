@@ -17,7 +17,6 @@ import optax
 import pytest
 
 import dflow
-from dflow.tracing.errors import SignatureError
 
 Pair = namedtuple("Pair", "loss rest")
 BATCH = dflow.spec("b, 3", jnp.float32)
@@ -295,13 +294,6 @@ def test_past_its_order_of_derivatives_a_loaded_function_says_which_it_needs(tmp
         with pytest.raises(dflow.ExportError, match=wanted):
             derived(there.__call__)(2.0)
     assert jax.grad(there.__call__)(2.0) == 12.0
-
-
-def test_an_empty_batch_is_refused_by_the_letter_of_its_size(tmp_path: Path) -> None:
-    there = loaded(dflow.export(lambda x: x * 2, BATCH), tmp_path)
-    wanted = r"with the size 0 for b, and a letter in a shape is any size from 1\n  at .*test_export\.py:\d+\n"
-    with pytest.raises(SignatureError, match=wanted):
-        there(jnp.ones((0, 3)))
 
 
 def test_a_listing_says_all_that_a_caller_needs() -> None:

@@ -122,12 +122,6 @@ def test_the_id_and_the_wanted_outputs_are_those_of_the_request(url: str) -> Non
     [
         ("scale", {"x": ROW.astype(np.int32)}, 400, "input 'x': expected FP32[b,2], got INT32[1, 2]"),
         ("scale", {"x": ROW[0]}, 400, "input 'x': expected FP32[b,2], got FP32[2]"),
-        (
-            "pair.joined",
-            {"x": ROW[:0], "y": np.ones((2, 1), np.float32)},
-            400,
-            "input 'x': expected a size from 1 for b of FP32[b,2], got 0",
-        ),
         ("scale", {"y": ROW}, 400, "scale: expected the inputs x, got y"),
         ("scale", {}, 400, "scale: expected the inputs x, got none"),
         ("scale", {"x": np.ones((5, 2), np.float32)}, 400, "scale: expected at most 4 rows, got 5"),
