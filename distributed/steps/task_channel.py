@@ -140,20 +140,22 @@ class TaskChannel:
             raise NotConnected(partial(self._peers.when_connected, destination))
         size_bytes = len(payload)
         with self._lock:
-            is_pushed = self._outflow.pushes(destination, size_bytes)
-            if not is_pushed:
-                offer = Offered(destination, step, edge)
+            offer = None if self._outflow.pushes(destination, size_bytes) else Offered(destination, step, edge)
+            if offer is not None:
                 self._outflow.kept[offer] = _OfferedValues(len(values), payload, self._offers.begin())
-        if not is_pushed:
-            peer.notify(Offer(step.origin, step.number, edge, size_bytes))
-            return
         began = self._recorder.clock()
         try:
+            if offer is not None:
+                peer.notify(Offer(step.origin, step.number, edge, size_bytes))
+                return
             peer.notify(Values(step.origin, step.number, edge), payload)
         except BaseException:
-            # The receiver will not credit values that were not sent.
+            # The receiver will neither credit values nor answer an offer that it does not get.
             with self._lock:
-                self._outflow.credit(destination, size_bytes + COST_BYTES)
+                if offer is None:
+                    self._outflow.credit(destination, size_bytes + COST_BYTES)
+                else:
+                    self._outflow.kept.pop(offer, None)
             raise
         self._sent(step, edge, destination, len(values), size_bytes, began)
 

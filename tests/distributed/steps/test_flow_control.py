@@ -24,7 +24,7 @@ from dflow.distributed.wire.messages.transfers import Credit, Pull
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.values.computed import before_waiting
 from dflow.lowering.values.payload_layout import PayloadLayout
-from dflow.tracing.errors import StepCancelled
+from dflow.tracing.errors import StepCancelled, TransportClosed
 from tests.distributed.task.served_tasks import CLIENTS, roster
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind
 from tests.effort import examples
@@ -279,4 +279,20 @@ def test_offers_of_a_cancelled_step_are_dropped(pair: tuple[TaskServer, TaskServ
         ps.runs.cancel(STEP, StepCancelled("given up"))
         reach_and_ask(worker)
         assert ps.channel._inflow.offered == ps.channel._inflow.held == 0
+    assert kept(worker) == 0
+
+
+def test_a_value_whose_offer_fails_is_dropped(
+    pair: tuple[TaskServer, TaskServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = pair
+    for number in range(4):
+        worker.channel.send(STEP, f"edge {number}", PS, [value(number)])
+
+    def fail(*_: Any) -> None:
+        raise TransportClosed("the connection has ended")
+
+    monkeypatch.setattr(type(worker.peer(PS)), "notify", fail)
+    with pytest.raises(TransportClosed, match="the connection has ended"):
+        worker.channel.send(STEP, "beyond the window", PS, [value(4)])
     assert kept(worker) == 0
