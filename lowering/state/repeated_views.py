@@ -49,16 +49,17 @@ def repeated_views(store: Store, keys: Sequence[str]) -> Callable[[], Sequence[A
 
 def _look_at(store: Store, keys: Sequence[str]) -> _Look | None:
     """Return the function for the next read, if one step holds all variables, or the table does."""
-    held = [store.table.entry(key) for key in keys]
-    step = held[0].step if held else None
-    if any(entry.step is not step for entry in held):
-        return None
-    if step is None:
-        return partial(_in_table, store, keys, held) if all(has_view(entry.value) for entry in held) else None
-    entries, written = step.entries, step.written
-    if written is None or [entries[entry.index] for entry in held] != held:
-        return None
-    indices = [entry.index for entry in held]
+    with store.table.lock:  # else another step could take a variable, and its index would be that of the new step
+        held = [store.table.entry(key) for key in keys]
+        step = held[0].step if held else None
+        if any(entry.step is not step for entry in held):
+            return None
+        if step is None:
+            return partial(_in_table, store, keys, held) if all(has_view(entry.value) for entry in held) else None
+        entries, written = step.entries, step.written
+        if written is None or [entries[entry.index] for entry in held] != held:
+            return None
+        indices = [entry.index for entry in held]
     if not all(has_view(written[index]) for index in indices):
         return None
     first = indices[0]

@@ -365,10 +365,11 @@ class VariableTable:
 
         Raises VariableError.
         """
-        entry = self.entry(key)
-        holder = entry.holder
-        written = None if holder is None else holder.written
-        return entry.value if written is None else written[entry.index]
+        with self.lock:  # another step may take the variable, which changes both the holder and the index
+            entry = self.entry(key)
+            holder = entry.holder
+            written = None if holder is None else holder.written
+            return entry.value if written is None else written[entry.index]
 
     def is_busy(self, keys: Iterable[str]) -> bool:
         """Whether a thread is dispatching a program that uses one of these variables."""

@@ -10,13 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from dflow.lowering.programs.program import lower_program
 from dflow.lowering.state import variable_table
 from dflow.lowering.state.held_value import StepState
+from dflow.lowering.state.repeated_views import repeated_views
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import DeadlineExceeded, VariableError
+from dflow.tracing.ir.types import ArrayType
 from tests.lowering.flat_programs import flat_program, run_flat
 from tests.lowering.state.store_programs import ADD, F32, ONES, WAIT_S, new_store, pointer
 
@@ -283,3 +286,47 @@ def test_a_step_takes_a_copy_of_what_has_been_handed_out() -> None:
     store.table.run(StepState(["w"], [], "step"), program, ())
     assert pointer(taken[0]) != pointer(given)
     assert store.read("w").tolist() == [1.0] * 3
+
+
+class TakenOver(StepState):
+    """A step whose variables another thread takes after the last of `reads` reads of `written` without the lock."""
+
+    reads = 0
+
+    def between(self) -> None:
+        """Run by another thread."""
+
+    @property
+    def written(self) -> Any:
+        found = self._written
+        if self.reads:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self.between).result(WAIT_S)
+        return found
+
+    @written.setter
+    def written(self, values: Any) -> None:
+        self._written = values
+
+
+@pytest.mark.parametrize(
+    ("reads", "look"),
+    [(2, lambda store: store.table.buffer("b")), (1, lambda store: repeated_views(store, ["b"])()[0])],
+    ids=["buffer", "views"],
+)
+def test_a_variable_that_another_step_takes_is_found_where_it_is(reads: int, look: Callable[[Store], Any]) -> None:
+    store, few = Store(), TakenOver(["b"], (), "few")
+    store.create("a", ArrayType(F32.dtype, (2,)), lambda: jnp.zeros(2))
+    store.create("b", F32, lambda: jnp.zeros(3))
+    both = store.step_state(ADD_TO_BOTH, ["a", "b"], ())
+    store.table.run(few, lambda written, read: (written, None), ())
+
+    def between() -> None:
+        if store.table.lock.acquire(blocking=False):
+            few.reads -= 1
+            if not few.reads:
+                store.table.run(both, lambda written, read: (written, None), ())
+            store.table.lock.release()
+
+    few.between, few.reads = between, reads  # type: ignore[method-assign]
+    assert look(store).shape == (3,)
