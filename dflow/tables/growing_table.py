@@ -79,7 +79,7 @@ def grow(table: ShardedVariable, config: Vocabulary, initial: Callable[[], Any],
             return jax.vmap(lambda position: row(position)[0])(rows + first)
 
         own = {kind: variable.shards[number] for kind, variable in made.items()}
-        shard.hooks = ShardVocabulary(shard, config, (buckets, first // each), values, own, ledger)
+        shard.hooks = ShardVocabulary(shard, config, (buckets, first // each), values, own, ledger, made["seen"])
 
 
 def key_of_literals(key: Any) -> Callable[[], Any]:

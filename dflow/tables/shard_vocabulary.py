@@ -14,6 +14,7 @@ Invariants:
   at c + 1, is invisible until the update of that step, when its row is known to have no gradient of the id before it.
 - An update with gradients of lookups at time c leaves out the rows born after c: their id was another one.
 - An id seen at c + 1 is not evicted until the clock is c + 1: it is in use.
+- `seen` of the shard's first shared row is the clock, so that a checkpoint has it, whatever ids were used last.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class ShardVocabulary(VariableHooks):
     saved      variables by name: `ids` u32[rows, 2], `born` and `seen` u32[rows]; with `lfu` also `uses` u32[rows], and
                with `admit_after` > 1 `sightings` u32[rows]
     ledger     a variable that begins with `first_ledger`
+    seen       the `seen` of all shards, a `ShardedVariable`
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class ShardVocabulary(VariableHooks):
         initial: Callable[[Any], Any],
         saved: Mapping[str, Variable],
         ledger: Variable,
+        seen: Any,
     ) -> None:
         self._shard, self.config, self._initial = shard, config, initial
         self._buckets, self._first = buckets
         self.saved, self.ledger = saved, ledger
         self._ids, self._born, self._seen = saved["ids"], saved["born"], saved["seen"]
+        self._seen_of_table = seen
         self._row_count = shard.shape[0]
         self._own_buckets = self._row_count // (config.bucket + 1)
         #: The slots of the shard's optimizers, whose rows begin again with those of the shard.
@@ -160,9 +164,9 @@ class ShardVocabulary(VariableHooks):
 
     @jit
     def restored(self) -> None:
-        """Set the clock to a later time than those restored."""
+        """Set the clock to that of the checkpoint, or to the last use of an id in one that has no clock."""
         with with_state():
-            self._set_clock(jnp.maximum(self._born.read().max(), self._seen.read().max()) + 1)
+            self._set_clock(jnp.maximum(self._seen_of_table.max(), 1))
 
     @property
     def capacity(self) -> int:
@@ -257,6 +261,7 @@ class ShardVocabulary(VariableHooks):
 
     def _set_clock(self, clock: Any) -> None:
         self.ledger.scatter_update(jnp.zeros(1, jnp.int32), clock[None])
+        self._seen.scatter_update(jnp.full(1, self.config.bucket, jnp.int32), clock[None])
 
     def _note_counts(self, counted: Mapping[str, Any], now: Any) -> None:
         """Add numbers to the counts, whose upper bits have positions of their own."""

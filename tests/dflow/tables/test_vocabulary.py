@@ -85,17 +85,20 @@ def test_a_cluster_does_as_the_model() -> None:
 def test_training_goes_on_after_a_restore_onto_other_shards(tmp_path: Path) -> None:
     config, draw = dflow.Vocabulary("lru", 2, bucket=2), np.random.default_rng(0)
     with dflow.container("first"):
-        saved = GrowingTable(config, 20, shards=2, name="saved")
+        saved = GrowingTable(config, 20, shards=1, name="saved")
     with dflow.container("second"):
-        other = GrowingTable(config, 20, shards=1, name="saved")
+        other = GrowingTable(config, 20, shards=2, name="saved")
     for made, count in ((saved, 12), (other, 3)):
         for _ in range(count):
             made.train(draw.integers(0, 30, 6))
+    for _ in range(3):
+        saved.train([7] * 6)
     dflow.save(tmp_path / "saved", {"table": saved.table, "optimizer": saved.optimizer})
     state = {"table": other.table, "optimizer": other.optimizer}
     report = dflow.restore(tmp_path / "saved", state, names=lambda name: name.replace("second/", "first/"))
     own = {f"first/saved{kind}" for kind in ("", "/ids", "/born", "/seen", "/sightings")}
     assert {*report.restored} == own | {"first/saved/optimizer/0/sum_of_squares/saved"}
+    assert saved.clocks() == other.clocks() == {16}
     evicted = saved.table.counts().evicted
     for ids in draw.integers(0, 30, (8, 6)):
         np.testing.assert_allclose(saved.table(ids), other.table(ids), rtol=1e-6)

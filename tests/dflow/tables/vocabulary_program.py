@@ -65,6 +65,10 @@ class GrowingTable:
         assert len(set(wide)) == len(wide)
         return dict(zip(wide, rows.tolist(), strict=True))
 
+    def clocks(self) -> set[int]:
+        """The clocks of the shards."""
+        return {int(shard.hooks.ledger.read()[0]) for shard in self.table.shards}
+
     def accumulators(self) -> Any:
         """The slots of Adagrad of the whole table."""
         [slots] = self.slots[0].sum_of_squares
