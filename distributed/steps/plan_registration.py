@@ -35,27 +35,29 @@ def start_registration(peer: Peer, lowered: Lowered, export: Callable[[Discharge
     names = tuple(hashlib.sha256(blob).digest() for blob in blobs)
     plan = _ENCODER.encode(lowered.plan)
     answer: Future[int] = Future()
+    #: Indices of the programs that the task lacked in an answer; it may have dropped another one before the next.
+    lacking: set[int] = set()
 
     def asked(reply: Outcome[Reply[Registered]]) -> None:
         """Send the programs that the task lacks; else pass on its handle or error. Runs on a reader thread."""
-        if isinstance(reply, BaseException) or not reply.message.missing:
-            registered(reply)
-            return
-        sent = [blob if position in reply.message.missing else b"" for position, blob in enumerate(blobs)]
-        try:
-            peer.start(RegisterPlan(plan, tuple(map(len, sent)), names), b"".join(sent), on_reply=registered)
-        except Exception as error:
-            registered(error)
-
-    def registered(reply: Outcome[Reply[Registered]]) -> None:
         if answer.done():  # a failed start may call back as well
             return
         if isinstance(reply, BaseException):
             answer.set_exception(reply)
-        elif missing := reply.message.missing:
+        elif not (missing := reply.message.missing):
+            answer.set_result(reply.message.handle)
+        elif not (new := {*missing}.intersection(range(len(blobs))) - lacking):
             answer.set_exception(WireError(f"{peer.name} lacks programs {[*missing]}, which were sent to it"))
         else:
-            answer.set_result(reply.message.handle)
+            lacking.update(new)
+            send()
+
+    def send() -> None:
+        sent = [blob if position in lacking else b"" for position, blob in enumerate(blobs)]
+        try:
+            peer.start(RegisterPlan(plan, tuple(map(len, sent)), names), b"".join(sent), on_reply=asked)
+        except Exception as error:
+            asked(error)
 
     def handle(timeout_s: float) -> int:
         try:

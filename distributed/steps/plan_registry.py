@@ -14,7 +14,8 @@ import itertools
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -29,8 +30,8 @@ from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import InternalError, TaskLost, WireError
 from dflow.tracing.moments import reach
 
-#: At most this many programs that no plan uses any more are kept for later plans.
-MOST_UNUSED = 32
+#: At most this many programs that no plan uses are kept, for later plans and initialisers.
+MOST_UNUSED = 128
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -61,7 +62,8 @@ class PlanRegistry:
         self._first = self._next = secrets.randbits(40) << 20
         self._plans: dict[int, _Registered] = {}
         self._handles: dict[_Identity, int] = {}
-        #: The programs, those used by a plan that was dropped last at the end, and the number of plans that use each.
+        #: The programs, those whose use ended last at the end, and the number of plans, registrations and callers of
+        #: `program` that use each.
         self._programs: dict[_ProgramKey, concurrent.futures.Future[Program]] = {}
         self._uses: Counter[_ProgramKey] = Counter()
 
@@ -113,40 +115,60 @@ class PlanRegistry:
                 del self._handles[registered.identity]
                 self._put_aside(registered.identity[1])
 
-    def _put_aside(self, keys: Iterable[_ProgramKey]) -> None:
-        """Release the programs of a plan that was dropped, and evict the oldest unused ones beyond `MOST_UNUSED`."""
+    @contextmanager
+    def _using(self, keys: Sequence[_ProgramKey]) -> Iterator[None]:
+        """Return a context that uses programs, which are not evicted before its end."""
+        with self._lock:
+            self._uses.update(keys)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._put_aside(keys)
+
+    def _put_aside(self, keys: Sequence[_ProgramKey]) -> None:
+        """End a use of programs, and evict the unused ones beyond `MOST_UNUSED` whose last use ended first."""
+        self._uses -= Counter(keys)
         for key in keys:
-            self._uses[key] -= 1
             if key in self._programs:
                 self._programs[key] = self._programs.pop(key)
-        unused = [key for key in self._programs if not self._uses[key]]
+        unused = [key for key in self._programs if key not in self._uses]
         for key in unused[: max(0, len(unused) - MOST_UNUSED)]:
-            del self._programs[key], self._uses[key]
+            del self._programs[key]
 
-    def add_encoded(self, message: RegisterPlan, payload: memoryview, sender: str) -> int:
-        """Keep a plan that the task `sender` sent, and compile its programs; return its handle.
+    def register(self, message: RegisterPlan, payload: memoryview, sender: str) -> tuple[int, tuple[int, ...]]:
+        """Keep a plan that the task `sender` sent, and compile its programs; return its handle and ().
 
-        An equal plan is registered once more, under the same handle. Waits until the programs are compiled.
-        raises  WireError if the plan is malformed or does not match its programs, or if a program is missing; what
-                loading a program and `FairSemaphore.held_for` raise
+        If programs were not sent and are not here, keeps nothing, and returns 0 and the indices of these programs. An
+        equal plan is registered once more, under the same handle. Waits until the programs are compiled.
+        raises  WireError if the plan is malformed or does not match its programs; what loading a program and
+                `FairSemaphore.held_for` raise
         """
-        reach("registration", self._task)
         blobs = list(_split(payload, message.program_sizes))
         plan, variables = self._checked(message)
         keys = tuple((name, *used) for name, used in zip(_fingerprints(message, blobs), variables, strict=True))
         identity = (_ENCODER.encode(plan), keys)
-        known = self._found(identity)
-        if known is not None:
-            return known
-        programs = [self._load(key, blob, sender) for key, blob in zip(keys, blobs, strict=True)]
-        registered = _Registered(Executable(plan, programs), identity)
-        with self._lock:
+        with self._using(keys):
+            with self._lock:  # a program found here stays found, even if another thread fails to compile it
+                found = [self._programs.get(key) for key in keys]
+            missing = tuple(n for n, blob in enumerate(blobs) if not blob and found[n] is None)
+            if missing:
+                return 0, missing
+            reach("registration", self._task)
             known = self._found(identity)
             if known is not None:
-                return known
-            handle = self._handles[identity] = self._add(registered)
-            self._uses.update(keys)
-            return handle
+                return known, ()
+            programs = [
+                (here or self._loading(key, blob, sender)).result(COMPILE_TIMEOUT_S)
+                for here, key, blob in zip(found, keys, blobs, strict=True)
+            ]
+            registered = _Registered(Executable(plan, programs), identity)
+            with self._lock:
+                known = self._found(identity)
+                if known is None:
+                    known = self._handles[identity] = self._add(registered)
+                    self._uses.update(keys)
+                return known, ()
 
     def _found(self, identity: _Identity) -> int | None:
         """Register an equal plan once more and return its handle; None when there is none."""
@@ -157,20 +179,10 @@ class PlanRegistry:
             return known
 
     def program(self, blob: memoryview, sender: str) -> Program:
-        """Return a program that uses no variables, compiled like those of `add_encoded`."""
-        return self._load((hashlib.sha256(blob).digest(), 0, 0), blob, sender)
-
-    def missing(self, message: RegisterPlan) -> tuple[int, ...]:
-        """Indices of a plan's programs that were not sent with it and are not here. Raises WireError for a bad plan."""
-        if all(message.program_sizes):
-            return ()
-        _, variables = self._checked(message)
-        _check_named(message)
-        named = enumerate(zip(message.program_sizes, message.programs, variables, strict=True))
-        with self._lock:
-            return tuple(
-                position for position, (size, name, used) in named if size == 0 and (name, *used) not in self._programs
-            )
+        """Return a program that uses no variables, compiled like those of `register`, and kept for a while."""
+        key = hashlib.sha256(blob).digest(), 0, 0
+        with self._using([key]):
+            return self._loading(key, blob, sender).result(COMPILE_TIMEOUT_S)
 
     def _checked(self, message: RegisterPlan) -> tuple[Plan, list[tuple[int, int]]]:
         """Return the decoded plan, and the variables that each program uses; see `_variables`. Raises WireError."""
@@ -182,15 +194,14 @@ class PlanRegistry:
         check_from_peer(plan)
         return plan, _variables(plan, len(message.program_sizes))
 
-    def _load(self, key: _ProgramKey, blob: memoryview, sender: str) -> Program:
+    def _loading(self, key: _ProgramKey, blob: memoryview, sender: str) -> concurrent.futures.Future[Program]:
+        """Return the future of a program, compiled here unless another thread has begun to."""
         with self._lock:
             loading = self._programs.get(key)
         if loading is None:
-            if not blob:
-                raise WireError(f"the program with the SHA-256 {key[0].hex()} was not sent, and is not on {self._task}")
             with self.compiling.held_for(sender):
                 loading = self._loaded(key, blob)
-        return loading.result(COMPILE_TIMEOUT_S)
+        return loading
 
     def _loaded(self, key: _ProgramKey, blob: memoryview) -> concurrent.futures.Future[Program]:
         """Compile a program, unless another thread has begun to; return its future, which also gets the error."""

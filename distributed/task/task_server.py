@@ -447,10 +447,9 @@ class TaskServer(Handler):
         self.runs.run(executable, step, operands, partial(answer_arrays, arrival.responder))
 
     @requests.queued(RegisterPlan)
-    def _register_plan(self, message: RegisterPlan, arrival: RequestArrival) -> Handled:
-        if missing := self.plans.missing(message):
-            return Registered(missing=missing)
-        return Registered(self.plans.add_encoded(message, arrival.payload, arrival.peer.name))
+    def _register_plan(self, message: RegisterPlan, arrival: RequestArrival) -> Registered:
+        handle, missing = self.plans.register(message, arrival.payload, arrival.peer.name)
+        return Registered(handle, missing)
 
     # Requests of tools.
 

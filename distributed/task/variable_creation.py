@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import jax
@@ -49,7 +49,8 @@ class VariableCreation(TaskPart):
         """
         arrays, blobs = _parts(message, arrival.payload)
         reach("creation", self._task.name)
-        programs = [partial(self._task.plans.program, blob, arrival.peer.name) for blob in blobs]
+        # Several variables may use one, which the registry keeps for a while only.
+        programs = [cache(partial(self._task.plans.program, blob, arrival.peer.name)) for blob in blobs]
         ends = itertools.accumulate(variable.arrays for variable in message.variables)
         missing: list[int] = []
         failures: dict[int, Failure] = {}

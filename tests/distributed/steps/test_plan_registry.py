@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import jax
@@ -8,6 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from dflow.distributed.steps import plan_registry
+from dflow.distributed.steps.fair_semaphore import FairSemaphore
 from dflow.distributed.steps.plan_registry import MOST_UNUSED, PlanRegistry
 from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.lowering.programs.program import Program, export_program, lower_program
@@ -15,6 +20,7 @@ from dflow.lowering.steps.plan import Branch, Call, Item, Plan, Scalar, Scan, Se
 from dflow.tracing import errors
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
+from tests.distributed.waiting import DEADLINE_S, until
 from tests.lowering.flat_programs import run_flat
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
@@ -45,17 +51,18 @@ def add(
 ) -> int:
     plan = msgspec.msgpack.encode(Plan(task, registers, items, **fields))
     message = RegisterPlan(plan, tuple(len(program) for program in programs))
-    return registry.add_encoded(message, memoryview(b"".join(programs)), WORKER)
+    return registry.register(message, memoryview(b"".join(programs)), WORKER)[0]
 
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
     """The loaded programs with their numbers of donated arguments; all programs compute the same."""
     loaded: list[tuple[bytes, int]] = []
+    compiled = cache(lambda writes, reads: lower_program(add_in_place, (F32, F32), writes, reads).compile())
 
     def load(blob: memoryview, writes: int, reads: int) -> Program:
         loaded.append((bytes(blob), writes))
-        return lower_program(add_in_place, (F32, F32), writes, reads).compile()
+        return compiled(writes, reads)
 
     monkeypatch.setattr("dflow.distributed.steps.plan_registry.load_program", load)
     return loaded
@@ -201,34 +208,37 @@ def named(blobs: tuple[bytes, ...], sizes: tuple[int, ...], calls: int = 1) -> R
     return RegisterPlan(plan, sizes, tuple(hashlib.sha256(blob).digest() for blob in blobs))
 
 
+def missing(registry: PlanRegistry, *blobs: bytes) -> tuple[int, ...]:
+    """Indices of the programs that are not in a registry."""
+    handle, lacks = registry.register(named(blobs, (0,) * len(blobs), len(blobs)), memoryview(b""), WORKER)
+    registry.release(handle)
+    return lacks
+
+
 def test_a_program_that_is_here_need_not_be_sent_again(loaded: list[tuple[bytes, int]]) -> None:
     registry = PlanRegistry(PS)
-    offer = named((b"one", b"two"), (0, 0), calls=2)
-    assert registry.missing(offer) == (0, 1)
-    add(registry, Call(0, ("w",), (), (0,), (1,)), programs=(b"one",))
-    assert registry.missing(offer) == (1,)
-    assert registry.missing(named((b"one", b"two"), (0, 3), calls=2)) == ()
-    handle = registry.add_encoded(named((b"one", b"two"), (0, 3), calls=2), memoryview(b"two"), WORKER)
-    assert registry.missing(offer) == ()
-    assert registry.add_encoded(offer, memoryview(b""), WORKER) == handle
+    assert missing(registry, b"one", b"two") == (0, 1)
+    add(registry, CALL, programs=(b"one",))
+    assert missing(registry, b"one", b"two") == (1,)
+    handle, _ = registry.register(named((b"one", b"two"), (0, 3), calls=2), memoryview(b"two"), WORKER)
+    assert registry.register(named((b"one", b"two"), (0, 0), calls=2), memoryview(b""), WORKER) == (handle, ())
     assert loaded == [(b"one", 1), (b"two", 1)]
 
 
 @pytest.mark.parametrize(
     ("message", "payload", "text"),
     [
-        (named((b"one",), (0,)), b"", "the program with the SHA-256 .* was not sent, and is not on /job:ps/task:0"),
         (named((b"one",), (3,)), b"two", "program 0: SHA-256 mismatch: declared .*, payload has"),
         (named((), (0,)), b"", "fingerprints of a plan's programs: expected 1, got 0"),
         (named((b"one", b"two"), (3,)), b"one", "fingerprints of a plan's programs: expected 1, got 2"),
         (RegisterPlan(b"junk", ()), b"", "4 bytes are no plan"),
         (named((), (3, -1)), bytes(2), r"programs of \[3, -1\] bytes do not fill a payload of 2 bytes"),
     ],
-    ids=["not here", "another", "not named", "too many", "no plan", "sizes"],
+    ids=["another", "not named", "too many", "no plan", "sizes"],
 )
 def test_a_registration_whose_parts_do_not_fit_is_refused(message: RegisterPlan, payload: bytes, text: str) -> None:
     with pytest.raises(errors.WireError, match=text):
-        PlanRegistry(PS).add_encoded(message, memoryview(payload), WORKER)
+        PlanRegistry(PS).register(message, memoryview(payload), WORKER)
 
 
 def test_a_plan_is_gone_when_it_was_released_as_often_as_it_was_registered(loaded: list[tuple[bytes, int]]) -> None:
@@ -243,11 +253,77 @@ def test_a_plan_is_gone_when_it_was_released_as_often_as_it_was_registered(loade
     with pytest.raises(errors.InternalError, match=f"asked to run plan {handle}, which was released"):
         registry.get(handle)
     registry.release(handle)
-    assert registry.missing(named((b"one",), (0,))) == (), "another plan may need it soon"
+    assert missing(registry, b"one") == (), "another plan may need it soon"
     again = add(registry, call, programs=(b"one",))
     assert again != handle
     registry.release(again)
     for number in range(MOST_UNUSED):
         registry.release(add(registry, call, programs=(b"%d" % number,)))
-    assert registry.missing(named((b"one",), (0,))) == (0,), "only the newest are kept"
+    assert missing(registry, b"one") == (0,), "only the newest are kept"
     assert len(loaded) == 1 + MOST_UNUSED
+
+
+def test_programs_of_initialisers_are_kept_for_a_while_and_those_of_plans_as_long_as_the_plans(
+    loaded: list[tuple[bytes, int]],
+) -> None:
+    registry = PlanRegistry(PS)
+    add(registry, CALL, programs=(b"plan",))
+    for _ in range(2):
+        for number in range(MOST_UNUSED):
+            registry.program(memoryview(b"%d" % number), WORKER)
+    assert len(loaded) == 1 + MOST_UNUSED
+    registry.program(memoryview(b"another"), WORKER)
+    registry.program(memoryview(b"0"), WORKER)
+    assert loaded[-2:] == [(b"another", 0), (b"0", 0)], "the one unused longest is gone"
+    assert missing(registry, b"plan") == ()
+
+
+@pytest.mark.parametrize("size", [0, 3], ids=["not sent", "sent"])
+def test_a_program_that_a_registration_uses_is_kept_while_another_one_of_it_loads(
+    loaded: list[tuple[bytes, int]], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    registry = PlanRegistry(PS)
+    registry.release(add(registry, CALL, programs=(b"one",)))
+    load = plan_registry.load_program
+
+    def after_others(blob: memoryview, writes: int, reads: int) -> Program:
+        if blob == b"two":
+            for number in range(MOST_UNUSED + 1):
+                registry.program(memoryview(b"%d" % number), "another")
+        return load(blob, writes, reads)
+
+    monkeypatch.setattr(plan_registry, "load_program", after_others)
+    registry.compiling = FairSemaphore(2)
+    message = named((b"one", b"two"), (size, 3), calls=2)
+    assert registry.register(message, memoryview(b"one"[:size] + b"two"), WORKER)[0]
+    assert missing(registry, b"one", b"two") == ()
+    assert (b"one", 1) not in loaded[1:]
+
+
+def test_a_registration_of_a_program_that_another_one_fails_to_compile_has_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = PlanRegistry(PS)
+    loads, fails = threading.Event(), threading.Event()
+
+    def fail(blob: memoryview, *_: Any) -> Program:
+        loads.set()
+        assert fails.wait(DEADLINE_S)
+        raise errors.WireError(f"program {bytes(blob)!r} cannot run")
+
+    def fails_now(*_: Any) -> None:
+        """End the compilation after the second registration has found the program."""
+        if loads.is_set():
+            fails.set()
+            until(lambda: not registry._programs)
+
+    monkeypatch.setattr(plan_registry, "load_program", fail)
+    monkeypatch.setattr(plan_registry, "reach", fails_now)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(add, registry, CALL, programs=(b"one",))
+        assert loads.wait(DEADLINE_S)
+        with pytest.raises(errors.WireError, match="program b'one' cannot run"):
+            missing(registry, b"one")
+        with pytest.raises(errors.WireError, match="program b'one' cannot run"):
+            first.result(DEADLINE_S)
+    assert missing(registry, b"one") == (0,)
