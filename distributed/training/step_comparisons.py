@@ -13,10 +13,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
@@ -26,8 +26,9 @@ from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.tracing.devices.task_name import short_task_name
 
-#: Number of the newest runs whose descriptions are kept.
-KEPT_RUNS = 64
+#: At most this many runs, and keys of each run, are kept: those that were compared last.
+KEPT_RUNS, KEPT_KEYS = 64, 1024
+T = TypeVar("T")
 _REMEDY = (
     "make the same variables, with the same names, and the same optimizers on all workers of a run, and start them "
     "again, or give the run another name"
@@ -53,7 +54,7 @@ class _Run:
 
 
 class StepComparisons(CoordinatorPart):
-    """Compares the steps of the workers of each run, by the descriptions of the newest `KEPT_RUNS` runs."""
+    """Compares the steps of the workers of each run, by the descriptions of those compared last."""
 
     requests: ClassVar[Requests[StepComparisons]] = HandlerTable()
 
@@ -68,13 +69,11 @@ class StepComparisons(CoordinatorPart):
         ones of the run, and notifies all live tasks.
         """
         ask = received.ask
-        run = self._runs.setdefault(request.run, _Run())
-        while len(self._runs) > KEPT_RUNS:
-            self._runs.pop(next(iter(self._runs)))
+        run = _recent(self._runs, request.run, _Run, KEPT_RUNS)
         run.tasks[request.task] = None
         if run.refusal:
             return [SendReply(ask, Failure("StrategyError", run.refusal))]
-        known = run.by_key.setdefault(request.key, [])
+        known = _recent(run.by_key, request.key, list[_Described], KEPT_KEYS)
         equal = next((one for one in known if one.digest == request.digest), None)
         if equal is not None:
             equal.tasks[request.task] = None
@@ -100,6 +99,15 @@ class StepComparisons(CoordinatorPart):
                 if not run.tasks:
                     del self._runs[name]
         return []
+
+
+def _recent(kept: dict[str, T], key: str, make: Callable[[], T], most: int) -> T:
+    """Return the value of a key, made if there is none, and drop the least recently used ones beyond `most`."""
+    value = kept.pop(key, None)
+    kept[key] = found = make() if value is None else value
+    while len(kept) > most:
+        del kept[next(iter(kept))]
+    return found
 
 
 def _difference(known: _Described, request: CompareStep) -> str:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
 from dflow.distributed.coordinator.coordinator_part import Received
 from dflow.distributed.coordinator.membership import FINISHED, ReleaseTask
-from dflow.distributed.training.step_comparisons import KEPT_RUNS, StepComparisons
+from dflow.distributed.training.step_comparisons import KEPT_KEYS, KEPT_RUNS, StepComparisons
 from dflow.distributed.training.work_messages import CompareStep, RunRefused, StepCompared
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.message import Message
@@ -69,12 +69,25 @@ def test_the_step_of_a_task_that_failed_is_forgotten_and_that_of_one_that_ended_
     assert isinstance(compared(steps, B, "wrong"), Failure)
 
 
-def test_the_newest_runs_are_kept() -> None:
+def test_the_runs_that_were_compared_last_are_kept() -> None:
     steps = StepComparisons()
+    compared(steps, A, "w", run="long")
     for number in range(2 * KEPT_RUNS):
         compared(steps, A, "w", run=f"run {number}")
+        compared(steps, A, "v", run="long", key="another step")
+    assert isinstance(compared(steps, B, "w2", run="long"), Failure)
     assert compared(steps, B, "w2", run="run 0") == StepCompared(True)
     assert isinstance(compared(steps, B, "w2", run=f"run {2 * KEPT_RUNS - 1}"), Failure)
+
+
+def test_the_keys_of_a_run_that_were_compared_last_are_kept() -> None:
+    steps = StepComparisons()
+    compared(steps, A, "w", key="often")
+    for number in range(KEPT_KEYS):
+        compared(steps, A, "w", key=f"{number}")
+        compared(steps, C, "w", key="often")
+    assert compared(steps, B, "w2", key="0") == StepCompared(True)
+    assert isinstance(compared(steps, B, "w2", key="often"), Failure)
 
 
 def test_functions_of_one_name_on_one_worker_may_differ_and_are_those_of_the_others() -> None:
