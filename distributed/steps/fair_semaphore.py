@@ -66,19 +66,25 @@ class FairSemaphore:
             self._waiting.setdefault(task, deque()).append(wait)
         try:
             wait.result(COMPILE_TIMEOUT_S)
-        except FutureTimeoutError:
-            self._abandon(task, wait)
+        except FutureTimeoutError:  # or the error given to `close`, which `wait` has then
+            if self._withdraw(task, wait):
+                text = f"other programs were compiled for {COMPILE_TIMEOUT_S:g} s before one of {task}"
+                raise DeadlineExceeded(text) from None
+            wait.result()
+        except BaseException:
+            if not self._withdraw(task, wait) and wait.exception() is None:  # acquired, but the caller will not know
+                self._release()
+            raise
 
-    def _abandon(self, task: str, wait: Future[None]) -> None:
-        """Remove a wait and raise DeadlineExceeded, unless it has ended after all: then return or raise its error."""
+    def _withdraw(self, task: str, wait: Future[None]) -> bool:
+        """Remove a wait; return False if it has ended before."""
         with self._lock:
             if wait.done():
-                wait.result()
-                return
+                return False
             self._waiting[task].remove(wait)
             if not self._waiting[task]:
                 del self._waiting[task]
-        raise DeadlineExceeded(f"other programs were compiled for {COMPILE_TIMEOUT_S:g} s before one of {task}")
+            return True
 
     def _release(self) -> None:
         with self._lock:

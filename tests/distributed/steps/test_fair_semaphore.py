@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 
 import pytest
@@ -91,6 +92,48 @@ def test_a_wait_ends_at_its_deadline(compiling: Compiling, monkeypatch: pytest.M
     compiling.ask(ONE, "later")
     compiling.end_one()
     assert compiling.began == ["0", "1", "later"]
+
+
+def interrupt_waits(monkeypatch: pytest.MonkeyPatch, error: type[BaseException], act: Callable[[], None]) -> None:
+    """Interrupt each wait for the semaphore, after an act."""
+
+    class Interrupted(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            if timeout is None:
+                return super().result()
+            act()
+            raise error
+
+    monkeypatch.setattr(fair_semaphore, "Future", Interrupted)
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_an_interrupted_wait_does_not_keep_the_semaphore(monkeypatch: pytest.MonkeyPatch, is_released: bool) -> None:
+    semaphore = FairSemaphore(1)
+    interrupt_waits(monkeypatch, KeyboardInterrupt, semaphore._release if is_released else lambda: None)
+    semaphore._acquire(ONE)
+    with pytest.raises(KeyboardInterrupt), semaphore.held_for(TWO):
+        pass
+    assert (semaphore._free, semaphore._waiting) == (is_released, {})
+
+
+def test_a_wait_that_ends_as_its_deadline_passes_has_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    semaphore = FairSemaphore(1)
+    interrupt_waits(monkeypatch, FutureTimeoutError, semaphore._release)
+    semaphore._acquire(ONE)
+    with semaphore.held_for(TWO):
+        assert semaphore._free == 0
+        interrupt_waits(monkeypatch, FutureTimeoutError, lambda: semaphore.close(TaskLost("it closes")))
+        with pytest.raises(TaskLost, match="it closes"), semaphore.held_for(ONE):
+            pass
+    assert semaphore._free == 1
+
+
+def test_a_wait_that_close_ends_has_its_error_even_if_that_is_a_deadline(compiling: Compiling) -> None:
+    asked = [compiling.ask(ONE, f"{number}") for number in range(3)]
+    compiling.semaphore.close(DeadlineExceeded("it closes"))
+    with pytest.raises(DeadlineExceeded, match="it closes"):
+        asked[2].result(DEADLINE_S)
 
 
 def test_by_default_there_is_a_holder_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
