@@ -22,6 +22,7 @@ from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
 from dflow.distributed.process import parent_watch
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.freed_memory import keep_freed_memory
+from dflow.distributed.process.termination import Terminated
 from dflow.distributed.standalone import standalone
 from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.security.configuration import choose_security
@@ -35,6 +36,9 @@ from dflow.tracing.environment import read
 from dflow.tracing.near_names import suggests_keywords
 
 LOGGER = logging.getLogger("dflow")
+
+#: Reason for leaving of a task whose `connect` fails after it has joined; the first line of its error follows.
+_FAILED = "its connect() has failed: "
 
 #: A join that takes longer than this, in s, is logged.
 NOTICE_AFTER_S = 10.0
@@ -104,13 +108,15 @@ def connect(
             settings=settings or ClusterSettings(),
         )
     try:
-        if collectives:
-            joined.part(Collectives).start()
         served_at = read(METRICS_VARIABLE) if metrics_port is None else metrics_port
         if served_at != "":  # the address is printed as task servers do: the port may be any free one
             where, name = joined.serve_metrics(served_at), short_task_name(joined.task)
             print(f"dflow task {name}: metrics are served at {where}", file=sys.stderr, flush=True)
-    except BaseException:
+        if collectives:  # last: a runtime that has started ends only together with those of the other workers
+            joined.part(Collectives).start()
+    except BaseException as error:
+        if Terminated.raised is None:  # with "finished" as its reason, other workers would wait for this one
+            joined.coordinator.leave(_FAILED + str(error).partition("\n")[0])
         joined.close()
         raise
     joined.server.observer.functions = CompiledFunctions()

@@ -88,15 +88,17 @@ def is_backend_up() -> bool:
     return up
 
 
-def use_gloo_at(host: Callable[[], str]) -> None:
-    """Have collectives of CPUs of several processes listen at an address of this host, which `host` returns.
+def uses_gloo() -> bool:
+    """Whether collectives of CPUs of several processes use Gloo, as they do by default."""
+    return bool(jax_config.cpu_collectives_implementation.value == "gloo")
+
+
+def use_gloo_at(address: str) -> None:
+    """Have collectives of CPUs of several processes listen at `address`, one of this host.
 
     By default they resolve the name of the host, which may have no address, or one that others do not reach. To be
     called after `jax.distributed.initialize`, and before JAX looks for devices.
     """
-    if jax_config.cpu_collectives_implementation.value != "gloo":
-        return
-    address = host()
 
     def make() -> Any:
         client = jax_distributed.global_state.client

@@ -35,17 +35,21 @@ class Collectives:
         From then on, the processes compare the programs that they run together, by the program watch.
 
         raises  DeadlineExceeded naming the tasks that did not do the same; StrategyError if JAX has used a device, or
-                if its service cannot be reached
+                if its service cannot be reached. A task that leaves the cluster then may join and start again
         """
         refuse_late_start()
         cluster, settings = self._cluster, self._cluster.settings
         timeout_s = settings.join_timeout_s + RETURN_S
         formed = cluster.coordinator.ask(JoinGroup(cluster.task, timeout_s), timeout_s + ANSWER_S)
-        self.group = ProcessGroup(cluster.coordinator, formed, settings.step_timeout_s)
+        group = ProcessGroup(cluster.coordinator, formed, settings.step_timeout_s)
         main = parse_endpoints(cluster.server.address).main
         host = main.host if isinstance(main, TcpAddress) else LOOPBACK
-        self._end_runtime = start_runtime(self.group, host, settings.join_timeout_s)
-        self.programs = AgreedPrograms(self.group)
+        try:
+            self._end_runtime = start_runtime(group, host, settings.join_timeout_s)
+        except BaseException:
+            group.abandon()
+            raise
+        self.group, self.programs = group, AgreedPrograms(group)
         set_program_watch(ProgramWatch(self.programs.called, self.programs.written))
 
     def close(self) -> None:

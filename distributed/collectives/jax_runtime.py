@@ -19,7 +19,7 @@ from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
 from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.tracing.errors import StrategyError
-from dflow.tracing.jax_frontend import is_backend_up, use_gloo_at
+from dflow.tracing.jax_frontend import is_backend_up, use_gloo_at, uses_gloo
 
 #: JAX's own heartbeats decide nothing, since the cluster's coordinator notices deaths. In s, longer than any run.
 NEVER_S = 10**8
@@ -43,28 +43,35 @@ def start_runtime(group: ProcessGroup, host: str, timeout_s: float) -> Callable[
     """Start JAX's runtime over the processes of a group: then `jax.devices()` lists the devices of all of them.
 
     Returns a function that ends the runtime. All members call it after `ProcessGroup.close`; arrays keep their values.
-    Raises StrategyError if JAX's service ends at its start or cannot be reached.
+    Raises StrategyError if JAX's service ends at its start or cannot be reached, or this host has no address.
 
     host       address of this process's host for the other members
     timeout_s  longest wait for the other members
     """
+    # What can fail comes before JAX's part: a process can start that once, and JAX aborts the process if it fails.
+    listens = _host_here(host) if uses_gloo() else ""
     address, end_service = _served(host, len(group.members)) if group.rank == 0 else ("", lambda: None)
-    address = group.exchange("the start of JAX's runtime", address)[0]
-    _check_reached(address, timeout_s)
-    with _without_proxy(address):
-        jax.distributed.initialize(
-            address,
-            len(group.members),
-            group.rank,
-            # The process of rank 0 starts a service too, which no other uses: see `jax_service.py`.
-            coordinator_bind_address=str(TcpAddress(LOOPBACK, 0)) if group.rank == 0 else None,
-            # Under Slurm, JAX would take one device for each process.
-            cluster_detection_method="deactivate",
-            initialization_timeout=int(timeout_s),
-            heartbeat_timeout_seconds=NEVER_S,
-            shutdown_timeout_seconds=int(timeout_s),
-        )
-    use_gloo_at(lambda: _host_here(host))
+    try:
+        address = group.exchange("the start of JAX's runtime", address)[0]
+        _check_reached(address, timeout_s)
+        with _without_proxy(address):
+            jax.distributed.initialize(
+                address,
+                len(group.members),
+                group.rank,
+                # The process of rank 0 starts a service too, which no other uses: see `jax_service.py`.
+                coordinator_bind_address=str(TcpAddress(LOOPBACK, 0)) if group.rank == 0 else None,
+                # Under Slurm, JAX would take one device for each process.
+                cluster_detection_method="deactivate",
+                initialization_timeout=int(timeout_s),
+                heartbeat_timeout_seconds=NEVER_S,
+                shutdown_timeout_seconds=int(timeout_s),
+            )
+    except BaseException:
+        end_service()
+        raise
+    if listens:
+        use_gloo_at(listens)
 
     def close() -> None:
         jax.distributed.shutdown()

@@ -177,6 +177,10 @@ class ProcessGroup:
         if self._is_closed:
             return
         self.exchange(END, timeout_s=END_S)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the group without waiting for the other members. For them it ends when this task leaves the cluster."""
         self._is_closed = True
         _current.clear()
         atexit.unregister(self._end_of_program)

@@ -15,12 +15,14 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.collectives import collectives, jax_runtime
+from dflow.distributed.collectives.process_group import current_group
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.process import parent_watch
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.devices.task_name import split_task_name
-from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
+from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError, StrategyError
 
 SETTINGS = dflow.ClusterSettings(join_timeout_s=0.2)
 VARIABLES = ("DFLOW_COORDINATOR", "DFLOW_JOB", "DFLOW_INDEX")
@@ -104,7 +106,27 @@ def test_a_port_for_metrics_that_is_taken_leaves_no_task_behind() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="metrics cannot be served"):
             dflow.connect(coordinator.address, index=0, metrics_port=taken.getsockname()[1])
         [info] = coordinator.status().tasks
-        assert info.left == "finished"
+        assert info.left.startswith("its connect() has failed: metrics cannot be served")
+
+
+def test_workers_whose_collectives_did_not_start_connect_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> None:
+        raise StrategyError("no connection to the service", "open a port")
+
+    monkeypatch.setattr(sys.modules["dflow.cluster"], "refuse_late_start", lambda: None)
+    monkeypatch.setattr(collectives, "refuse_late_start", lambda: None)
+    ended: list[int] = []
+    with coordinator_of(worker=1) as coordinator:
+        monkeypatch.setattr(jax_runtime, "_served", lambda *_: ("127.0.0.1:1", lambda: ended.append(1)))
+        monkeypatch.setattr(jax_runtime, "_check_reached", failing)
+        with pytest.raises(StrategyError, match="no connection to the service"):
+            dflow.connect(coordinator.address, index=0, collectives=True)
+        assert (current_group(), ended) == (None, [1])
+        monkeypatch.setattr(collectives, "start_runtime", lambda *_: lambda: ended.append(2))
+        with closing(dflow.connect(coordinator.address, index=0, collectives=True)):
+            assert current_group() is not None
+        lefts = [info.left for info in coordinator.status().tasks]
+        assert (lefts, ended) == (["its connect() has failed: no connection to the service", "finished"], [1, 2])
 
 
 def test_an_address_without_a_number_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

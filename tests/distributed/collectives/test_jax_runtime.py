@@ -78,6 +78,8 @@ def test_a_process_whose_runtime_does_not_start_does_not_wait_for_the_others(mon
 
         def __init__(self, *_: object) -> None: ...
 
+        def abandon(self) -> None: ...
+
         def close(self) -> None:
             Group.closed = True
 
