@@ -25,6 +25,7 @@ from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.row_marks import LIFE, PERIOD, SUFFIX, marks_type
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.primitives.first_rows import first_rows
+from dflow.tracing.primitives.running_sums import running_sums
 from dflow.tracing.source import as_code
 from dflow.tracing.state.container import outside_containers
 from dflow.tracing.state.resources import Variable
@@ -157,10 +158,9 @@ def _is_between(marks: Any, after: Any, ended: Any) -> Any:
 def _first_true(flags: Any, count: int) -> jax.Array:
     """The positions of the first `count` true elements, and any numbers after these."""
     blocks = jnp.pad(flags, (0, -len(flags) % _BLOCK)).reshape(-1, _BLOCK)
-    # Not `jnp.cumsum`, which JAX 0.12 exports as an op that it cannot read back.
-    ends = jax.lax.associative_scan(jnp.add, blocks.sum(1, dtype=jnp.int32))
+    ends = running_sums(blocks.sum(1, dtype=jnp.int32))
     wanted = jnp.arange(count, dtype=jnp.int32)
     block = jnp.minimum(jnp.searchsorted(ends, wanted, side="right"), len(blocks) - 1).astype(jnp.int32)
     before = jnp.where(block > 0, ends[block - 1], 0)
-    inside = jax.lax.associative_scan(jnp.add, blocks[block].astype(jnp.int8), axis=1)
+    inside = running_sums(blocks[block].astype(jnp.int8).T).T
     return block * _BLOCK + jnp.argmax(inside > (wanted - before)[:, None], axis=1).astype(jnp.int32)

@@ -16,6 +16,7 @@ import numpy as np
 from dflow.tables.routing import Route
 from dflow.tables.wide_ids import WideIds, mixed
 from dflow.tracing.primitives.first_rows import first_rows
+from dflow.tracing.primitives.running_sums import running_sums
 
 
 def route_ids(bounds: Sequence[int], ids: WideIds) -> Route:
@@ -33,7 +34,7 @@ def route_ids(bounds: Sequence[int], ids: WideIds) -> Route:
         return Route([each for _ in shards], [jnp.int32(count) for _ in shards], shard_of * jnp.int32(count) + number)
     bucket, high, low, number = jax.lax.sort((bucket, ids.high, ids.low, number), num_keys=3)
     is_same = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-    ranks = jax.lax.associative_scan(jnp.add, jnp.concatenate([jnp.ones(1, jnp.int32), 1 - is_same])) - 1
+    ranks = running_sums(jnp.concatenate([jnp.ones(1, jnp.int32), 1 - is_same])) - 1
     # A second id of a rank is the same id.
     sorted_ids = jnp.zeros((2 * count, 2), jnp.uint32).at[ranks].set(jnp.stack([high, low], 1))
     its_bucket = jnp.full(count, bounds[-1], jnp.int32).at[ranks].set(bucket)

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +17,7 @@ from dflow.tables.shard_layout import ShardLayout
 from dflow.tracing.ir.each_once import representatives
 from dflow.tracing.ir.wide_sums import summed_at
 from dflow.tracing.primitives.first_rows import first_rows
+from dflow.tracing.primitives.running_sums import running_sums
 
 #: With more shards, sorting by shard takes a CPU less time than counting for each shard.
 MOST_COUNTED = 8
@@ -91,8 +91,7 @@ def _ranks(shard_of: Any, is_first: Any, shards: int) -> tuple[Any, Any]:
         positions = jnp.zeros(count, jnp.int32).at[jnp.where(ordered < shards * count, ordered % count, count)]
         return positions.set(jnp.arange(count), mode="drop") - starts[shard_of], starts[1:] - starts[:-1]
     is_of = is_first[:, None] & (shard_of[:, None] == jnp.arange(shards))
-    # Not `jnp.cumsum`, which JAX 0.12 exports as an op that it cannot read back.
-    so_far = jax.lax.associative_scan(jnp.add, is_of.astype(jnp.int32))
+    so_far = running_sums(is_of.astype(jnp.int32))
     return jnp.take_along_axis(so_far, shard_of[:, None], 1)[:, 0] - 1, is_of.sum(0, dtype=jnp.int32)
 
 

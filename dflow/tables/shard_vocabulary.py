@@ -36,6 +36,7 @@ from dflow.tracing.devices.device import WITH_CALLER, device_scope, with_state
 from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.ir.each_once import mixed_bits
 from dflow.tracing.own_scopes import own_scope
+from dflow.tracing.primitives.running_sums import running_sums
 from dflow.tracing.rows.lookups import RowsFound
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.state.variable_hooks import VariableHooks
@@ -238,7 +239,7 @@ class ShardVocabulary(VariableHooks):
     def _begin_rows(self, rows: Any, are_new: Any) -> None:
         """Set new rows of the shard, and of the optimizers' slots, to their initial values."""
         blocks = -(-rows.shape[0] // BLOCK)
-        ranks = jax.lax.associative_scan(jnp.add, are_new.astype(jnp.int32))
+        ranks = running_sums(are_new.astype(jnp.int32))
         positions = jnp.where(are_new, ranks - 1, blocks * BLOCK)
         # The new rows first: usually they are few.
         rows = jnp.full(blocks * BLOCK, self._row_count, jnp.int32).at[positions].set(rows, mode="drop")
@@ -312,7 +313,7 @@ def _number(mask: Any) -> Any:
 
 def _ranks(bucket: Any, mask: Any) -> Any:
     """The number of elements of a mask before each that are in the same bucket, i32[n]; those are neighbours."""
-    before = jax.lax.associative_scan(jnp.add, mask.astype(jnp.int32)) - mask
+    before = running_sums(mask.astype(jnp.int32)) - mask
     is_first = jnp.concatenate([jnp.ones(1, bool), bucket[1:] != bucket[:-1]])
     return before - jax.lax.associative_scan(jnp.maximum, jnp.where(is_first, before, 0))
 
