@@ -1,4 +1,4 @@
-"""`dflow serve`: answer inference requests over HTTP with an export, until SIGTERM."""
+"""`dflow serve`: answer inference requests over HTTP and gRPC with an export, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dflow.cli.cluster_options import add_certificates, add_host_names
 from dflow.cli.command import Command, add_seconds, at_least_one, count
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.transport.addresses import TcpAddress, parse_address
 from dflow.tracing.errors import ConfigError
 
 
@@ -24,6 +25,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen (default: 127.0.0.1:8000)"
     )
+    parser.add_argument("--grpc", metavar="HOST:PORT", help="where to listen for gRPC, too (default: nowhere)")
     add_host_names(parser, "without certificates: another name of it in requests, such as a proxy's; repeatable")
     parser.add_argument("--name", help="the model's name (default: that of DIR)")
     parser.add_argument(
@@ -64,7 +66,6 @@ def _serve(options: argparse.Namespace) -> int:
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
     from dflow.calls.trace_log import RetraceWarning
-    from dflow.distributed.transport.addresses import TcpAddress, parse_address
     from dflow.distributed.transport.security.configuration import choose_security
     from dflow.serving.served_version import ServingSettings
 
@@ -77,9 +78,8 @@ def _serve(options: argparse.Namespace) -> int:
 
     # The server bounds the number of programs, and compiles those of each version again.
     warnings.simplefilter("ignore", RetraceWarning)
-    address = parse_address(options.address)
-    if not isinstance(address, TcpAddress):
-        raise ConfigError(f"--address: expected HOST:PORT, got {options.address!r}", "give a host and a port")
+    address = _tcp_address("--address", options.address)
+    grpc = None if options.grpc is None else _tcp_address("--grpc", options.grpc)
     settings = ServingSettings(
         max_batch=options.max_batch,
         max_delay_s=options.max_delay_ms / 1e3,
@@ -94,6 +94,7 @@ def _serve(options: argparse.Namespace) -> int:
         address,
         settings,
         security,
+        grpc=grpc,
         name=options.name,
         poll_s=options.poll,
         save_every_s=options.save_every,
@@ -107,14 +108,23 @@ def _serve(options: argparse.Namespace) -> int:
             print(f"version {version.number} at {server.url}/v2/models/{queue.tensors.name}", flush=True)
         for name, reason in version.refused.items():
             print(f"{model.name}.{name} is not served: {reason}", flush=True)
+    if server.grpc_address is not None:
+        print(f"gRPC at {server.grpc_address}", flush=True)
     which = stop.wait()
     is_clean = server.stop(options.grace)
     return 0 if is_clean and which else 1
 
 
+def _tcp_address(option: str, text: str) -> TcpAddress:
+    address = parse_address(text)
+    if not isinstance(address, TcpAddress):
+        raise ConfigError(f"{option}: expected HOST:PORT, got {text!r}", "give a host and a port")
+    return address
+
+
 SERVE = Command(
     "serve",
-    "answer inference requests over HTTP with an export",
+    "answer inference requests over HTTP and gRPC with an export",
     _options,
     _serve,
     more=", by the Open Inference Protocol v2, until SIGTERM.",

@@ -1,1 +1,1 @@
-"""Exported functions served over HTTP, by the Open Inference Protocol v2."""
+"""Exported functions served over HTTP and gRPC, by the Open Inference Protocol v2."""

@@ -93,15 +93,21 @@ class InferenceService:
             self._arrived.discard(task)
 
     @asynccontextmanager
-    async def arriving(self) -> AsyncIterator[None]:
-        """Receive this task's request in the block. Raises RefusedRequest if there is no room, or it comes too late."""
-        self._check_room()
+    async def in_time(self) -> AsyncIterator[None]:
+        """Receive a request in the block. Raises RefusedRequest if that takes too long."""
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 yield
         except TimeoutError:
             text = f"the request did not arrive within {self.settings.timeout_s:g} s"
             raise RefusedRequest(408, text) from None
+
+    @asynccontextmanager
+    async def arriving(self) -> AsyncIterator[None]:
+        """Receive this task's inference request in the block. Raises RefusedRequest if there is no room or no time."""
+        self._check_room()
+        async with self.in_time():
+            yield
         self._check_room()  # again: others may have arrived meanwhile
         self._arrived.add(asyncio.current_task())
 
@@ -160,6 +166,14 @@ class InferenceService:
                 404, f"model {name!r}: expected version {current.number}, which is served, got {version}"
             )
         return queue, current, model
+
+    def is_served(self, name: str, version: str) -> bool:
+        """Return whether requests for a function, and this version of it unless it is empty, are answered."""
+        try:
+            self.found(name, version)
+        except RefusedRequest:
+            return False
+        return True
 
     def metadata(self, name: str, version: str) -> dict[str, Any]:
         """Return the inputs and outputs of a function, as the protocol names them. Raises RefusedRequest."""

@@ -1,4 +1,4 @@
-"""A server of models: HTTP on a thread with an event loop, and a thread that looks for versions and saves state.
+"""A server of models: HTTP and gRPC on a thread with an event loop; another thread looks for versions and saves state.
 
 Invariant: after `stop`, each request that was taken has been answered, or the time for that has passed; those that
 come meanwhile are answered by 503.
@@ -12,8 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
+from dflow.serving.grpc_server import GrpcServer
 from dflow.serving.http_api import HttpApi
 from dflow.serving.http_connection import LOGGER as HTTP_LOGGER
 from dflow.serving.http_connection import HttpLimits
@@ -48,6 +49,7 @@ class ModelServer:
     folder        an export, a folder of its versions, or a folder of models; see `find_models`
     address       where to listen; port 0 is a free one
     security      decides where it may listen, and which clients are accepted
+    grpc          where to listen for gRPC too; port 0 is a free one
     poll_s        time between two looks for newer versions; 0 never looks, but on request
     save_every_s  time between two saves of state that calls have changed, as new versions; 0 never saves
     host_names    further names of this server in the `Host` of requests, such as a proxy's; only without certificates,
@@ -65,6 +67,7 @@ class ModelServer:
         settings: ServingSettings,
         security: SecurityPolicy,
         *,
+        grpc: TcpAddress | None = None,
         name: str | None = None,
         poll_s: float = 5.0,
         save_every_s: float = 0.0,
@@ -72,40 +75,48 @@ class ModelServer:
         limits: HttpLimits | None = None,
         report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
-        context = _tls_context(security, address)
+        certificates = _certificates(security, [address] if grpc is None else [address, grpc])
         # A body that comes too late is first answered by 408.
         limits = limits or HttpLimits(body_s=settings.timeout_s + HttpLimits.request_s)
-        if host_names and context is not None:
+        if host_names and certificates is not None:
             raise ConfigError(
                 f"--host-name is for a server without certificates, got {', '.join(host_names)}", "leave it out"
             )
-        names = None if context is not None else [name.lower() for name in host_names]
+        names = None if certificates is not None else [name.lower() for name in host_names]
         self._poll_s, self._save_every_s, self._report = poll_s, save_every_s, report
         self._stop_watching = threading.Event()
         metrics = ServingMetrics()
         folders = find_models(folder, name)
         if save_every_s:
             _check_savable(folders, learns=settings.learn)
-        with bound_socket(address, "give another --address, or port 0") as listener:
+        with ExitStack() as listeners:
+            listener = listeners.enter_context(bound_socket(address, "give another --address, or port 0"))
+            # gRPC makes its own socket, beside this one, which holds the port until then.
+            other = listeners.enter_context(bound_socket(grpc, "give another --grpc, or port 0")) if grpc else None
             self.models = {
                 model: ServedModel(model, folder, settings, metrics.batch, report) for model, folder in folders.items()
             }
             _check_one_is_served(self.models)
             metrics.models = self.models
             self._service = InferenceService(self.models, settings, metrics, lambda model: model.renew(self._swap))
-            self._loop = _new_loop()
+            context = None if certificates is None else certificates.server_context
             self._server = HttpServer(HttpApi(self._service, names).app, context, limits, lifespan="off")
-            held = listener.detach()
-        sock = socket.socket(fileno=held)
-        port = sock.getsockname()[1]
-        self.url = f"{'https' if context else 'http'}://{TcpAddress(address.host, port)}"
-        self._serving = threading.Thread(target=self._serve, args=(sock,), name="dflow serve http", daemon=True)
+            self._grpc = GrpcServer(self._service, certificates, limits)
+            #: Where gRPC is answered; None if it is not.
+            self.grpc_address = TcpAddress(grpc.host, other.getsockname()[1]) if grpc and other else None
+            self.url = f"{'https' if context else 'http'}://{TcpAddress(address.host, listener.getsockname()[1])}"
+            self._start(socket.socket(fileno=listener.detach()))
+
+    def _start(self, listener: socket.socket) -> None:
+        """Start the threads, and return when connections are accepted."""
+        self._loop, self._stops_at = _new_loop(), 0.0
+        self._serving = threading.Thread(target=self._serve, args=(listener,), name="dflow serve http", daemon=True)
         self._watching = threading.Thread(target=self._watch, name="dflow serve versions", daemon=True)
         self._serving.start()
         while not self._server.started:
             self._serving.join(_LOOK_S)
             if not self._serving.is_alive():
-                raise InternalError("the HTTP server ended before it accepted connections")
+                raise InternalError("the server ended before it accepted connections; its log has the reason")
         self._watching.start()
 
     def stop(self, grace_s: float = 30.0) -> bool:
@@ -117,7 +128,7 @@ class ModelServer:
             return True
         self._stop_watching.set()
         self._loop.call_soon_threadsafe(setattr, self._service, "is_stopping", True)
-        deadline = time.monotonic() + grace_s
+        self._stops_at = deadline = time.monotonic() + grace_s
         while self._service.in_progress and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         is_clean = not self._service.in_progress
@@ -146,14 +157,21 @@ class ModelServer:
             task.cancel()
         self._server.force_exit = True
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.set_exception_handler(_log_fault)
         try:
-            self._loop.run_until_complete(self._server.serve(sockets=[sock]))
+            self._loop.run_until_complete(self._served(listener))
         finally:
             self._loop.close()
-            sock.close()
+            listener.close()
+
+    async def _served(self, listener: socket.socket) -> None:
+        """Answer requests until `stop`, and until clients have read the answers."""
+        if self.grpc_address is not None:
+            await self._grpc.start(self.grpc_address)
+        await self._server.serve(sockets=[listener])
+        await self._grpc.stop(_until(self._stops_at))
 
     def _swap(self, change: Callable[[], None]) -> None:
         """Run `change` on the loop, where no handler is between finding a version and submitting to it."""
@@ -227,19 +245,19 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _tls_context(security: SecurityPolicy, address: TcpAddress) -> Any:
-    """Return the TLS context for a listener at this address, or None for plain text. Raises SecurityError."""
+def _certificates(security: SecurityPolicy, addresses: Sequence[TcpAddress]) -> MutualTls | None:
+    """Return the certificates for listeners at these addresses, or None for plain text. Raises SecurityError."""
     if isinstance(security, SharedSecret):
         raise ConfigError(
             "serve: expected certificates, got a shared secret, which a client of HTTP cannot prove without sending it",
             "give --certificates DIR, or unset DFLOW_SECRET_FILE to listen on loopback alone",
         )
-    security.check_address(address, listens=True)
-    if isinstance(security, MutualTls):
-        return security.server_context
-    if not address.is_loopback:  # whatever a policy says, no plain text leaves the machine
-        raise SecurityError(f"serve: expected certificates for {address}, got none; give --certificates DIR")
-    return None
+    for address in addresses:
+        security.check_address(address, listens=True)
+        # Whatever a policy says, no plain text leaves the machine.
+        if not isinstance(security, MutualTls) and not address.is_loopback:
+            raise SecurityError(f"serve: expected certificates for {address}, got none; give --certificates DIR")
+    return security if isinstance(security, MutualTls) else None
 
 
 def _check_one_is_served(models: Mapping[str, ServedModel]) -> None:

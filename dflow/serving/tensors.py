@@ -88,14 +88,7 @@ def _json_size(text: str, most: int) -> int:
 def _array_of(tensor: SentTensor, rest: memoryview) -> tuple[np.ndarray[Any, Any], memoryview]:
     """Return the array of a tensor, and the bytes after its own."""
     subject = f"input {tensor.name!r}"
-    if (dtype := DATATYPES.get(tensor.datatype)) is None:
-        raise RefusedRequest(400, f"{subject}: expected a datatype of {', '.join(DATATYPES)}, got {tensor.datatype!r}")
-    if any(dim < 0 for dim in tensor.shape) or len(tensor.shape) > 64:
-        raise RefusedRequest(400, f"{subject}: expected a shape of sizes from 0, got {tensor.shape}")
-    if (
-        math.prod(dim for dim in tensor.shape if dim) * dtype.itemsize > sys.maxsize
-    ):  # NumPy refuses it, also beside a 0
-        raise RefusedRequest(400, f"{subject}: expected a shape of at most {sys.maxsize} bytes, got {tensor.shape}")
+    dtype = dtype_of(subject, tensor.datatype, tensor.shape)
     check_parameters(subject, tensor.parameters, INPUT_CHECKS)
     size = tensor.parameters.get("binary_data_size")
     data = bytes(tensor.data)
@@ -111,10 +104,24 @@ def _array_of(tensor: SentTensor, rest: memoryview) -> tuple[np.ndarray[Any, Any
             f"{subject}: expected {due} bytes of binary data for {tensor.datatype}{tensor.shape}, got binary_data_size "
             f"{size!r} and {len(rest)} bytes",
         )
-    return _from_bytes(subject, rest[:size], dtype, tensor.shape), rest[size:]
+    return array_of_bytes(subject, rest[:size], dtype, tensor.shape), rest[size:]
 
 
-def _from_bytes(subject: str, data: memoryview, dtype: np.dtype[Any], shape: Sequence[int]) -> np.ndarray[Any, Any]:
+def dtype_of(subject: str, datatype: str, shape: Sequence[int]) -> np.dtype[Any]:
+    """Return the dtype of a tensor. Raises RefusedRequest, also for a shape that no array has."""
+    if (dtype := DATATYPES.get(datatype)) is None:
+        raise RefusedRequest(400, f"{subject}: expected a datatype of {', '.join(DATATYPES)}, got {datatype!r}")
+    if any(dim < 0 for dim in shape) or len(shape) > 64:
+        raise RefusedRequest(400, f"{subject}: expected a shape of sizes from 0, got {list(shape)}")
+    if math.prod(dim for dim in shape if dim) * dtype.itemsize > sys.maxsize:  # NumPy refuses it, also beside a 0
+        raise RefusedRequest(400, f"{subject}: expected a shape of at most {sys.maxsize} bytes, got {list(shape)}")
+    return dtype
+
+
+def array_of_bytes(
+    subject: str, data: bytes | memoryview, dtype: np.dtype[Any], shape: Sequence[int]
+) -> np.ndarray[Any, Any]:
+    """Return the array of as many bytes as it has. Raises RefusedRequest for bytes that are no BOOL."""
     if dtype.kind == "b" and len(data) and int(np.frombuffer(data, np.uint8).max()) > 1:
         raise RefusedRequest(400, f"{subject}: expected the bytes 0 and 1 for BOOL, got another")
     array = np.frombuffer(data, dtype).reshape(shape)

@@ -26,6 +26,8 @@ class MutualTls(SecurityPolicy):
 
     def __init__(self, certificate: Path, key: Path, authority: Path) -> None:
         read_private(key)
+        #: The PEM files of the certificate, its key and the authority, for libraries that take no `ssl.SSLContext`.
+        self.files = certificate, key, authority
         self._server = tls_context(ssl.PROTOCOL_TLS_SERVER)
         self._client = tls_context(ssl.PROTOCOL_TLS_CLIENT)
         for context in (self._server, self._client):

@@ -86,8 +86,12 @@ class HeldCalls:
     def ask_first(self, body: bytes = ONE_ROW) -> Future[tuple[int, Any, dict[str, str]]]:
         """Send a request, and return when its computation has begun."""
         asked = self.ask(body)
-        assert self._began.acquire(timeout=DEADLINE_S)
+        self.await_call()
         return asked
+
+    def await_call(self) -> None:
+        """Wait until another computation has begun."""
+        assert self._began.acquire(timeout=DEADLINE_S)
 
     def later(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._pool.submit(call, *arguments)

@@ -15,19 +15,25 @@ from tests.dflow.serving.inference_client import infer, json_request
 from tests.dflow.serving.small_exports import learner
 from tests.distributed.processes import DEADLINE_S, Spawned
 
+grpc = pytest.importorskip("grpc")
+
 
 @pytest.mark.once
 def test_the_command_serves_what_it_can_learns_and_saves_until_sigterm(tmp_path: Path) -> None:
     learner(tmp_path / "models" / "counter" / "4")
     dflow.export(lambda x: x * 2, dflow.spec("b, 2", jnp.float32)).save(tmp_path / "models" / "double" / "1")
     dflow.export(lambda x: x, dflow.spec("b", jnp.complex64)).save(tmp_path / "models" / "waves" / "1")
-    words = ("--address", "127.0.0.1:0", "--max-batch", "4", "--learn", "--save-every", "3600")
+    words = ("--address", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--max-batch", "4", "--learn", "--save-every", "3600")
     with Spawned("-m", "dflow", "serve", "models", *words, cwd=tmp_path) as server:
         [refused] = server.read_until("waves is not served, and will be tried again: ", times=1)
         assert "the Open Inference Protocol has no such dtype" in refused
         [add] = [line for line in server.lines if "models/counter.add" in line]
         url = add.removeprefix("version 4 at ").partition("/v2")[0]
         assert infer(url, "counter.add", json_request(x=np.float32(3)))[1]["outputs"][0]["data"] == [3.0]
+        [where] = server.read_until("gRPC at ", times=1)
+        with grpc.insecure_channel(where.removeprefix("gRPC at ").strip()) as channel:
+            live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+            assert live(b"", wait_for_ready=True, timeout=DEADLINE_S) == b"\x08\x01"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(DEADLINE_S) == 0
         server.read_until("counter: saved as version 5")
@@ -38,4 +44,4 @@ def test_the_command_serves_what_it_can_learns_and_saves_until_sigterm(tmp_path:
 def test_the_help_needs_no_server_library(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
-    assert "Answer inference requests over HTTP" in capsys.readouterr().out
+    assert "Answer inference requests over HTTP and gRPC" in capsys.readouterr().out
