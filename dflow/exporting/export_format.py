@@ -138,10 +138,15 @@ def read_content(path: Path, name: str, signature: FunctionSignature) -> bytes:
 
 
 def read_values(path: Path, folder: str, names: Iterable[str]) -> dict[str, Any]:
-    """Return the arrays of these names as NumPy arrays, or JAX arrays for PRNG keys. Raises ExportError."""
+    """Return the arrays of these names as NumPy arrays, or JAX arrays for PRNG keys. Raises ExportError.
+
+    Large ones are memory of their files: read as they are used, and writing to them changes no file.
+    """
     try:
         refuse_links(path, folder)
-        return read_arrays(path / folder).read(dict.fromkeys(names))
+        files, names = read_arrays(path / folder), [*names]
+        mapped = files.mapped(names)
+        return mapped | files.read({name: None for name in names if name not in mapped})
     except CheckpointError as error:
         cause = error.__cause__ or error
         raise _unreadable(

@@ -42,9 +42,11 @@ from dflow.exporting.exported_call import compiled, python_signature, result_of
 from dflow.exporting.open_sizes import text_as_given
 from dflow.exporting.savable_functions import SavableFunctions
 from dflow.lowering.files.atomic_directory import present
+from dflow.lowering.files.mapped_chunks import LEAST_BYTES
 from dflow.lowering.programs.foreign_program import RefusedCall, bytecode_reader, read_program
 from dflow.lowering.programs.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, plain
 from dflow.lowering.values.devices import default_name
+from dflow.lowering.values.first_value import Unshared
 from dflow.tracing.errors import ExportError, SignatureError, WireError
 from dflow.tracing.ir.types import DTYPES, array_type_of, dtype_name
 from dflow.tracing.near_names import suggests_keywords
@@ -52,6 +54,8 @@ from dflow.tracing.number_range import check_number
 from dflow.tracing.primitives.id_checks import after_id_check
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.rows.slices import ArrayPart
+from dflow.tracing.state.context import current_home
+from dflow.tracing.state.initial_value import TypedInitial
 from dflow.tracing.state.resources import Variable, is_variable
 
 
@@ -120,13 +124,14 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
             raise damaged(location / VARIABLES, f"{array} has the shape {value.shape}, and another in the manifest")
         values |= {name: part.indices.of(value) for name, part in divided.items()}
     large = read_values(location, CONSTANTS, manifest.constants)
-    constants = {name: jnp.asarray(value) for name, value in large.items()}
+    # Not by `jnp.asarray`: it copies, where `device_put` uses the memory of an aligned array.
+    constants = {name: jax.device_put(value) for name, value in large.items()}
     for name, entry in manifest.variables.items():
         if (held := str(array_type_of(values[name]))) != entry.type:
             raise damaged(location / VARIABLES, f"{name} is {held}, and {entry.type} in the manifest")
     # `pop` frees each host array as soon as it is copied, so that memory never holds all of them twice.
     variables = {
-        name: Variable(values.pop(name), name=prefix + name, trainable=entry.trainable)
+        name: Variable(_initial(values.pop(name)), name=prefix + name, trainable=entry.trainable)
         for name, entry in manifest.variables.items()
     }
     for divided in parts.values():
@@ -134,6 +139,21 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
             variables[name].part = ArrayPart(tuple(part.shape), part.indices)
     use_beside_namesakes(variables.values())
     return Loaded(manifest, programs, contents, variables, constants)
+
+
+class _InPlace(TypedInitial):
+    """An initial value that uses the memory of an array if its device can: memory of a file is read as it is used."""
+
+    def __init__(self, value: np.ndarray[Any, Any]) -> None:
+        self.type, self._value = array_type_of(value), value
+
+    def __call__(self) -> Any:
+        return Unshared(jax.device_put(self._value))
+
+
+def _initial(value: Any) -> Any:
+    is_large = isinstance(value, np.ndarray) and value.nbytes >= LEAST_BYTES
+    return _InPlace(value) if is_large and not current_home().shares_names else value
 
 
 def _check_precision(location: Path, manifest: ExportManifest) -> None:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from dflow.lowering.files.array_manifest import MANIFEST, ArrayManifest, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
 from dflow.lowering.files.divided_array import Bounds, DividedArray
+from dflow.lowering.files.mapped_chunks import LEAST_BYTES, can_map, mapped_chunks, rows_of_whole_pages
 from dflow.lowering.files.object_path import LONGEST_S, Location, ObjectPath, first_line, no_answer, says_nothing
 from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_paths
 from dflow.lowering.files.regular_file import reading_remedy, refuse_links, remedy_of
@@ -127,6 +128,33 @@ class ArrayFiles(ArrayManifest):
         )
         for name, reading in _in_flight(started):
             yield name, self._finished(name, reading, shardings[name])
+
+    def mapped(self, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
+        """Return those of the named arrays whose files can be mapped: large ones, on the disk of a Linux machine.
+
+        Their checksums are not compared. Raises as `read` does for one that is missing, or of another size.
+        """
+        found: dict[str, npt.NDArray[Any]] = {}
+        for name in names:
+            if name in self.types and (isinstance(self.path, ObjectPath) or self.types[name].size_bytes < LEAST_BYTES):
+                continue
+            opening = self._open(name)
+            with self._unless_damaged(name):
+                value = self._mapped(name, self._checked(name, opening))
+            found |= {} if value is None else {name: value}
+        return found
+
+    def _mapped(self, name: str, store: Any) -> npt.NDArray[Any] | None:
+        type, dtype, chunk = self.types[name], store.dtype.numpy_dtype, store.chunk_layout.read_chunk.shape
+        folder, rest = self.path / self.paths[name], ".0" * (len(store.shape) - 1)
+        if jnp.issubdtype(type.dtype, jax.dtypes.extended) or not can_map(store.shape, dtype, chunk):
+            return None
+        files = [Path(f"{folder}/c.{number}{rest}") for number in range(-(-store.shape[0] // chunk[0]))]
+        if not all(file.exists() for file in files):  # of another encoding of names
+            return None
+        data = mapped_chunks(files, math.prod(chunk) * dtype.itemsize, type.size_bytes)
+        value: npt.NDArray[Any] = data.view(type.dtype).reshape(type.shape)
+        return value
 
     def parts(self, wanted: Sequence[tuple[str, AxisSlice]]) -> Iterator[Any]:
         """Yield parts of the named arrays, in order: NumPy arrays, or JAX arrays of PRNG keys.
@@ -322,7 +350,8 @@ class _Stored:
             # A divisor keeps chunks within the devices' parts, so that each is written once. Along an axis that is not
             # divided among devices any number of rows will do, and the last chunk is short.
             divisor = next(count for count in range(rows, 0, -1) if size % count == 0)
-            chunk[axis] = rows if size == whole[axis] else divisor
+            paged = min(size, rows_of_whole_pages(rows, inner, itemsize * math.prod(whole)))
+            chunk[axis] = paged if size == whole[axis] else divisor
         return tuple(chunk)
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from dflow.lowering.files.mapped_chunks import rows_of_whole_pages
 from dflow.lowering.files.zarr import stored_type
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.rows.axis_slice import AxisSlice
@@ -56,6 +57,8 @@ class DividedArray:
             chunk[dim] = -(-size // -(-size // rows))
             if rows >= size:
                 break
+        row_bytes = dtype.itemsize * math.prod(chunk[1:])
+        chunk[0] = min(max(1, whole[0]), rows_of_whole_pages(chunk[0], row_bytes, dtype.itemsize * math.prod(whole)))
         return tuple(chunk)
 
     def pieces(self) -> Iterator[tuple[Any, npt.NDArray[Any]]]:

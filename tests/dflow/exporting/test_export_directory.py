@@ -231,3 +231,20 @@ def test_the_command_line_lists_an_export(whole: Path, capsys: pytest.CaptureFix
     missing = capsys.readouterr().err
     assert missing.startswith("dflow show: ")
     assert "holds no export: it has no manifest.json, but serve" in missing
+
+
+@pytest.mark.once
+def test_large_tables_are_memory_of_their_files_and_stay_as_they_were_saved(tmp_path: Path) -> None:
+    held = dflow.Embedding(300_000, 16, name="held", shards=2)
+
+    def step(ids: Any) -> Any:
+        held.scatter_add(ids, jnp.ones((*ids.shape, 16)))
+        return held(ids)
+
+    ids = jnp.array([0, 150_000, 299_999], jnp.int32)
+    dflow.export({"look": (held, ids), "step": (step, ids)}, platforms=["cpu"]).save(tmp_path / "m")
+    for again in range(2):
+        model = dflow.load(tmp_path / "m", prefix=f"{again}/")
+        assert f"{tmp_path}/m/variables/held/c.0.0" in Path("/proc/self/maps").read_text()
+        assert (model.look(ids) == held(ids)).all()
+        assert (model.step(ids) == held(ids) + 1).all()
