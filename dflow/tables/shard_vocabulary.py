@@ -14,6 +14,9 @@ Invariants:
   at c + 1, is invisible until the update of that step, when its row is known to have no gradient of the id before it.
 - An update with gradients of lookups at time c leaves out the rows born after c: their id was another one.
 - An id seen at c + 1 is not evicted until the clock is c + 1: it is in use.
+- With `expire_after` N, an id seen at c - N or before has no row at c, and nothing is written when that comes. A lookup
+  judges at its time c, and the update that brings the clock to c + 1 at c too. When the id gets a row again, the same
+  program frees the old one, so that no id owns two at any N.
 - `seen` of the shard's first shared row is the clock, so that a checkpoint has it, whatever ids were used last.
 """
 
@@ -98,15 +101,19 @@ class ShardVocabulary(VariableHooks):
             (bucket, _), is_id = self._hashed(ids), jnp.arange(ids.shape[0]) < count
             born = self._by_bucket(self._born, bucket)
             is_there = self._is_there(ids, bucket) & (born > 0) & (born <= clock)
-            cell = jnp.where(is_there.any(1), jnp.argmax(is_there, 1), self.config.bucket)
-            return ShardRows(ids, count, jnp.where(is_id, self._row(bucket, cell), self._row_count), clock, refused)
+            row, shared = self._row(bucket, jnp.argmax(is_there, 1)), self._row(bucket, jnp.int32(self.config.bucket))
+            row = jnp.where(is_there.any(1) & ~self._has_expired(row, clock), row, shared)
+            return ShardRows(ids, count, jnp.where(is_id, row, self._row_count), clock, refused)
 
     def rows_now(self, looked: ShardRows) -> Any:
         """Return the rows of ids that were found earlier: the shared one for an id that has lost its own, i32[n]."""
         with colocate_with(self._shard):
-            born = self._born.read()[jnp.minimum(looked.rows, self._row_count - 1)]
+            rows = jnp.minimum(looked.rows, self._row_count - 1)
+            is_own = self._born.read()[rows] <= looked.clock
+            if self.config.expire_after is not None:
+                is_own &= ~self._has_expired(rows, self._clock())
             shared = self._row(looked.rows // (self.config.bucket + 1), jnp.int32(self.config.bucket))
-            return jnp.where(born <= looked.clock, looked.rows, shared)
+            return jnp.where(is_own, looked.rows, shared)
 
     def gradient_rows(self, found: RowsFound) -> RowsFound:
         """Have the indices, which the lookup found, known after it: an update must read what it changes later."""
@@ -138,7 +145,7 @@ class ShardVocabulary(VariableHooks):
             # What follows comes after the gradients, however early it is known. So the rows are still those of the mask
             # when they are updated, which is in the same program.
             _, seen_at, clock = jax.lax.optimization_barrier((jnp.sum(update), seen_at, clock))
-            self._set_clock(clock + 1)
+            self._set_clock(clock + 1, _zero_after(found or (), update))
             return self._born.read() <= seen_at
 
     def admit(self, found: Sequence[ShardRows], update: Any = None) -> None:
@@ -146,19 +153,14 @@ class ShardVocabulary(VariableHooks):
         with with_state(), own_scope("admit to", self._shard.name):
             clock = self._clock()
             now = clock + 1 if update is None else clock
-            # XLA copies a variable if a write of it does not depend on all reads of the old value. So the new rows have
-            # an offset, always 0, that depends on the lookups and on the mask of the update.
-            offset = sum((jnp.minimum(jnp.min(one.rows), 0) for one in found), jnp.int32(0))
-            if update is not None:
-                total = jnp.sum(update)
-                offset += (jnp.isnan(total) & jnp.isfinite(total)).astype(jnp.int32)
+            offset = _zero_after(found, update)
             used = []
             for one in found:
                 *tied, _ = jax.lax.optimization_barrier((*one, clock))  # as in `begin_update`
                 looked = ShardRows(*tied)
                 used.append(_Used(looked, *self._hashed(looked.ids), jnp.arange(looked.ids.shape[0]) < looked.count))
             counted = dict.fromkeys(VocabularyCounts._fields, jnp.uint32(0))
-            unknown = [self._note_use(each, now, update is not None, counted) for each in used]
+            unknown = [self._note_use(each, now, offset, update is not None, counted) for each in used]
             for each, are_new in zip(used, unknown, strict=True):
                 self._give_rows(each, are_new, now, offset, counted)
             self._note_counts(counted, now)
@@ -178,8 +180,8 @@ class ShardVocabulary(VariableHooks):
     def used_rows(self) -> Any:
         """Return the number of ids that have a row of their own, i32[]."""
         with colocate_with(self._shard):
-            by_bucket = self._born.read().reshape(self._own_buckets, self.config.bucket + 1)
-            return jnp.sum(by_bucket[:, : self.config.bucket] > 0, dtype=jnp.int32)
+            born = self._born.read()  # 0 for the shared rows
+            return jnp.sum((born > 0) & ~self._is_old(self._seen.read(), self._clock()), dtype=jnp.int32)
 
     def counts(self) -> VocabularyCounts:
         """The counts of this shard."""
@@ -188,7 +190,7 @@ class ShardVocabulary(VariableHooks):
             *(int(ledger[position] + (ledger[position + 1] << 32)) for position in _POSITIONS.values())
         )
 
-    def _note_use(self, used: _Used, now: Any, is_update: bool, counted: dict[str, Any]) -> Any:
+    def _note_use(self, used: _Used, now: Any, offset: Any, is_update: bool, counted: dict[str, Any]) -> Any:
         """Note the use of the ids that have rows; return a mask of the others that are to get one."""
         looked, is_id = used.looked, used.is_id
         has_own = is_id & (looked.rows % (self.config.bucket + 1) != self.config.bucket)
@@ -196,12 +198,14 @@ class ShardVocabulary(VariableHooks):
         counted["shared"] += _number(is_id & ~has_own)
         born = self._by_bucket(self._born, used.bucket)
         is_there = self._is_there(looked.ids, used.bucket) & (born > 0)
+        rows = self._row(used.bucket, jnp.argmax(is_there, 1))
+        has_expired = is_there.any(1) & self._has_expired(rows, now - 1)
         if is_update:
             cell = jnp.where(has_own, looked.rows % (self.config.bucket + 1), 0)
             now_born = jnp.take_along_axis(born, cell[:, None], 1)[:, 0]
-            counted["left_out"] += _number(has_own & (now_born > looked.clock))
-        has_row = is_id & is_there.any(1)
-        rows = jnp.where(has_row, self._row(used.bucket, jnp.argmax(is_there, 1)), self._row_count)
+            counted["left_out"] += _number(has_own & ((now_born > looked.clock) | has_expired))
+        has_row = is_id & is_there.any(1) & ~has_expired
+        rows = jnp.where(has_row, rows + offset, self._row_count)
         self._seen.scatter_update(rows, jnp.full(rows.shape, now))
         if "uses" in self.saved:
             self.saved["uses"].scatter_add(rows, jnp.ones(rows.shape, jnp.uint32))
@@ -216,15 +220,20 @@ class ShardVocabulary(VariableHooks):
     def _give_rows(self, used: _Used, are_new: Any, now: Any, offset: Any, counted: dict[str, Any]) -> None:
         """Give rows to the ids of a mask, as far as their buckets have rows that are free or not in use."""
         bucket, ids = used.bucket, used.looked.ids
+        born, seen = self._by_bucket(self._born, bucket), self._by_bucket(self._seen, bucket)
+        is_there, is_free = self._is_there(ids, bucket) & (born > 0), (born == 0) | self._is_old(seen, now - 1)
         # An id of an earlier lookup of this step may be here again.
-        born = self._by_bucket(self._born, bucket)
-        are_new &= ~(self._is_there(ids, bucket) & (born > 0)).any(1)
-        seen = self._by_bucket(self._seen, bucket)
+        are_new &= ~(is_there & ~is_free).any(1)
         score = self._by_bucket(self.saved["uses"], bucket) if "uses" in self.saved else seen
-        order = jnp.where(born == 0, 0, jnp.where(seen == now, _LAST, jnp.minimum(score, _LAST - 1)))
+        order = jnp.where(is_free, 0, jnp.where(seen == now, _LAST, jnp.minimum(score, _LAST - 1)))
         cell, evicts = _cells(order, _ranks(bucket, are_new), are_new)
         admitted = cell >= 0
         rows = jnp.where(admitted, self._row(bucket, cell) + offset, self._row_count)
+        if self.config.expire_after is not None:
+            old = self._row(bucket, jnp.argmax(is_there, 1)) + offset
+            self._born.scatter_update(
+                jnp.where(admitted & is_there.any(1), old, self._row_count), jnp.zeros(rows.shape, jnp.uint32)
+            )
         for variable, value in ((self._ids, ids), (self._born, now), (self._seen, now), (self.saved.get("uses"), 1)):
             if variable is not None:
                 whole = jnp.broadcast_to(jnp.asarray(value, jnp.uint32), (*rows.shape, *variable.shape[1:]))
@@ -260,9 +269,9 @@ class ShardVocabulary(VariableHooks):
     def _clock(self) -> Any:
         return self.ledger.read()[0]
 
-    def _set_clock(self, clock: Any) -> None:
+    def _set_clock(self, clock: Any, offset: Any = 0) -> None:
         self.ledger.scatter_update(jnp.zeros(1, jnp.int32), clock[None])
-        self._seen.scatter_update(jnp.full(1, self.config.bucket, jnp.int32), clock[None])
+        self._seen.scatter_update(jnp.full(1, self.config.bucket, jnp.int32) + offset, clock[None])
 
     def _note_counts(self, counted: Mapping[str, Any], now: Any) -> None:
         """Add numbers to the counts, whose upper bits have positions of their own."""
@@ -285,6 +294,18 @@ class ShardVocabulary(VariableHooks):
         value, each = variable.read(), self.config.bucket + 1
         return value.reshape(self._own_buckets, each, *value.shape[1:])[bucket][:, :-1]
 
+    def _has_expired(self, rows: Any, clock: Any) -> Any:
+        """Whether the ids of rows were last used too long before the clock."""
+        if self.config.expire_after is None:
+            return jnp.zeros(rows.shape, bool)
+        return self._is_old(self._seen.read()[rows], clock)
+
+    def _is_old(self, seen: Any, clock: Any) -> Any:
+        if self.config.expire_after is None:
+            return jnp.zeros(seen.shape, bool)
+        most = np.uint32(self.config.expire_after)
+        return seen <= jnp.maximum(clock, most) - most  # no less than 0, which no id has
+
     def _is_there(self, ids: Any, bucket: Any) -> Any:
         """Whether each row of its bucket has the id, or had it last, bool[n, S]."""
         return (self._by_bucket(self._ids, bucket) == ids[:, None]).all(-1)
@@ -305,6 +326,18 @@ class _Used(NamedTuple):
     bucket: Any
     hashed: Any
     is_id: Any
+
+
+def _zero_after(found: Sequence[ShardRows], update: Any) -> Any:
+    """Return an offset of rows, i32[], that is 0 and depends on lookups and on an update, if there is one.
+
+    XLA copies a variable if a write of it does not depend on all reads of the old value.
+    """
+    offset = sum((jnp.minimum(jnp.min(one.rows), 0) for one in found), jnp.int32(0))
+    if update is not None:
+        total = jnp.sum(update)
+        offset += (jnp.isnan(total) & jnp.isfinite(total)).astype(jnp.int32)
+    return offset
 
 
 def _number(mask: Any) -> Any:

@@ -18,6 +18,8 @@ from dflow.tracing.source import as_code, caller
 
 #: The rules of eviction: of the ids of a bucket, the one that was used least recently, or least frequently.
 EVICTIONS = ("lru", "lfu")
+#: The largest count of updates.
+_MOST_UPDATES = 2**32 - 1
 #: Most frames between the function that flattens a pytree and `scan` or `vmap`.
 _MOST_FRAMES = 8
 
@@ -32,12 +34,17 @@ class Vocabulary:
     `admit_after`  number of updates with an id until it gets a row. Ids that have none are counted in as many counters
                   as there are rows; ids that share a counter are counted together, and it restarts when one gets a row
     `bucket`      number of ids in a bucket. Each bucket also has a row that all ids without a row share
+    `expire_after`  number of updates of the table, at most 2**32 - 1, after which an id that none of them used loses
+                  its row: lookups give the shared one, and if the id returns, it is a new one. An update is one
+                  `optimizer.apply`, with whatever ids: a step of one worker, or a round of a synchronous strategy.
+                  None to keep ids until others take their rows
     raises        VariableError for other values
     """
 
     evict: str = "lru"
     admit_after: int = 1
     bucket: int = 32
+    expire_after: int | None = None
 
     def __post_init__(self) -> None:
         if self.evict not in EVICTIONS:
@@ -46,6 +53,13 @@ class Vocabulary:
             raise VariableError(
                 f"a vocabulary: expected admit_after and bucket of 1 or more, got {self.admit_after} and {self.bucket}",
                 "give larger numbers",
+            )
+        age: Any = self.expire_after
+        is_count = isinstance(age, int | np.integer) and not isinstance(age, bool)
+        if age is not None and not (is_count and 1 <= age <= _MOST_UPDATES):
+            raise VariableError(
+                f"expire_after: expected a number of updates from 1 to {_MOST_UPDATES}, or None, got {age!r}",
+                "give the number of updates after which an id that is not used loses its row",
             )
 
 
@@ -57,7 +71,7 @@ class VocabularyCounts(NamedTuple):
     admitted    given a row
     evicted     of these, given the row of another id
     overflowed  refused a row, as all ids of their bucket were used since the last update
-    left_out    whose gradient was left out, since another step had given their row to another id
+    left_out    whose gradient was left out, since another step had given their row to another id, or they had expired
     """
 
     found: int

@@ -25,7 +25,11 @@ from tests.effort import examples
 
 pytestmark = pytest.mark.once
 
-CONFIGS = [dflow.Vocabulary("lru", 1, bucket=2), dflow.Vocabulary("lfu", 3, bucket=2)]
+CONFIGS = [
+    dflow.Vocabulary("lru", 1, bucket=2),
+    dflow.Vocabulary("lfu", 3, bucket=2),
+    dflow.Vocabulary("lru", 1, bucket=2, expire_after=2),
+]
 IDS = st.sampled_from([0, 1, 2, 3, 5, 2**32, 2**32 + 1, 2**33 + 5, -1, -(2**63), 2**63 - 1, 77, 78, 79])
 
 
@@ -36,7 +40,7 @@ def trained(request: Any) -> tuple[GrowingTable, Any]:
 
 
 def check(made: GrowingTable, model: VocabularyModel) -> None:
-    assert made.owners() == {id: entry.row for id, entry in model.entries.items()}
+    assert made.owners() == model.owners()
     np.testing.assert_allclose(made.table.read(), model.rows, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(made.accumulators(), model.slots, rtol=1e-5)
     counts = made.table.counts()
@@ -44,7 +48,7 @@ def check(made: GrowingTable, model: VocabularyModel) -> None:
 
 
 @settings(max_examples=examples(12), deadline=None)
-@given(st.lists(st.lists(IDS, min_size=6, max_size=6), min_size=1, max_size=6))
+@given(st.lists(st.lists(IDS, min_size=1, max_size=6).map(lambda ids: (ids * 6)[:6]), min_size=1, max_size=9))
 def test_random_steps_do_as_the_model(trained: tuple[GrowingTable, Any], batches: list[list[int]]) -> None:
     made, initial = trained
     made.clear(initial)
@@ -56,6 +60,7 @@ def test_random_steps_do_as_the_model(trained: tuple[GrowingTable, Any], batches
         # The rows after the step, of the ids as they were found before it.
         np.testing.assert_allclose(after, model.rows[looked_up], rtol=1e-5, atol=1e-6)
         assert not np.isclose(before[looked_up], 0).all(1).any()
+        assert made.owners() == model.owners()
     check(made, model)
     np.testing.assert_allclose(made.table(np.array(ids)), model.rows[[*map(model.row, ids)]], rtol=1e-5, atol=1e-6)
 
@@ -68,7 +73,8 @@ def batches(count: int = 8) -> Iterator[Any]:
 
 def test_a_cluster_does_as_the_model() -> None:
     with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
-        made = GrowingTable(dflow.Vocabulary("lru", 2, bucket=4), 40, place=worker.parameter_servers())
+        config = dflow.Vocabulary("lru", 2, bucket=4, expire_after=3)
+        made = GrowingTable(config, 40, place=worker.parameter_servers())
         model = made.model()
         for shard in made.table.shards:
             assert {one.device for one in shard.hooks.saved.values()} == {shard.device}
@@ -80,10 +86,16 @@ def test_a_cluster_does_as_the_model() -> None:
         check(made, model)
         # Of each id 8 bytes there, and a row in each direction, for at most 24 ids in a step; and some numbers.
         assert sum(edge.size_bytes for edge in sent) <= 8 * 2 * (24 * (8 + 12) + 64)
+        later = [ids + 2**35 for ids in batches()]  # most ids return after they have expired
+        for ids in later:
+            model.step(ids.tolist())
+        strategy = dflow.distributed.Sync(worker)
+        assert len([*strategy.run(made.step, map(dflow.wide_ids, later), steps=len(later), name="later")]) == 8
+        check(made, model)
 
 
 def test_training_goes_on_after_a_restore_onto_other_shards(tmp_path: Path) -> None:
-    config, draw = dflow.Vocabulary("lru", 2, bucket=2), np.random.default_rng(0)
+    config, draw = dflow.Vocabulary("lru", 2, bucket=2, expire_after=4), np.random.default_rng(0)
     with dflow.container("first"):
         saved = GrowingTable(config, 20, shards=1, name="saved")
     with dflow.container("second"):
@@ -139,7 +151,7 @@ def test_a_new_id_begins_with_initial_rows() -> None:
 
 
 def test_the_time_of_a_step_does_not_depend_on_the_size_of_the_table() -> None:
-    made = GrowingTable(dflow.Vocabulary(), 1_000_000)
+    made = GrowingTable(dflow.Vocabulary(expire_after=9), 1_000_000)
     ids = dflow.wide_ids(np.arange(8))
     memory = made.step.lower(ids).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1_000_000
@@ -260,6 +272,14 @@ def test_a_copy_in_each_worker_is_refused() -> None:
         (lambda: PLAIN.find([1]), dflow.VariableError, "'plain_words' has no vocabulary"),
         (PLAIN.counts, dflow.VariableError, "'plain_words' has no vocabulary"),
         (lambda: dflow.Vocabulary("fifo"), dflow.VariableError, "expected one of"),
+        *(
+            (
+                lambda age=age: dflow.Vocabulary(expire_after=age),
+                dflow.VariableError,
+                f"expire_after: expected a number of updates from 1 to 4294967295, or None, got {age!r}",
+            )
+            for age in (0, -1, 2**32, "10", 10.0, True)
+        ),
         (lambda: dflow.Vocabulary(bucket=0), dflow.VariableError, "bucket of 1 or more, got 1 and 0"),
         (
             lambda: dflow.Embedding(9, 2, by="modulo", vocabulary=dflow.Vocabulary()),

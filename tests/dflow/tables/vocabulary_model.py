@@ -49,6 +49,7 @@ class VocabularyModel:
     evict: str
     admit_after: int
     initial: np.ndarray[Any, Any]
+    expire_after: int | None = None
     entries: dict[int, Entry] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     sightings: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -65,6 +66,10 @@ class VocabularyModel:
         shared = self.bucket(id) * (self.size + 1) + self.size
         return self.entries[id].row if id in self.entries else shared
 
+    def owners(self) -> dict[int, int]:
+        """The rows that ids own, by id."""
+        return {id: entry.row for id, entry in self.entries.items()}
+
     def step(self, ids: list[int]) -> list[int]:
         """Train with ids; return the rows that they were looked up in."""
         looked_up = [self.row(id) for id in ids]
@@ -77,7 +82,13 @@ class VocabularyModel:
         new = [id for id in new if self.admit_after == 1 or self._sighted(new).get(id)]
         for id in new:
             self._admit(id)
+        self._expire()
         return looked_up
+
+    def _expire(self) -> None:
+        if self.expire_after is not None:
+            first = self.updates - self.expire_after
+            self.entries = {id: entry for id, entry in self.entries.items() if entry.seen > first}
 
     def _noted(self, id: int) -> bool:
         entry = self.entries.get(id)

@@ -25,6 +25,7 @@ class GrowingTable:
         shards: int | None = None,
         transformation: optax.GradientTransformation | None = None,
     ) -> None:
+        self.config = config
         with place or nullcontext():
             self.table = table = dflow.Embedding(rows, 3, vocabulary=config, name=name, shards=shards)
             given = optax.adagrad(RATE) if transformation is None else transformation
@@ -48,22 +49,26 @@ class GrowingTable:
 
     def model(self) -> VocabularyModel:
         """The model of the table as it is before the first step."""
-        config = self.table.vocabulary
-        assert config is not None
+        config = self.config
         buckets = self.table.shape[0] // (config.bucket + 1)
-        return VocabularyModel(
-            buckets, config.bucket, config.evict, config.admit_after, np.array(self.table.read(), np.float32)
-        )
+        settings = config.bucket, config.evict, config.admit_after
+        return VocabularyModel(buckets, *settings, np.array(self.table.read(), np.float32), config.expire_after)
 
     def owners(self) -> dict[int, int]:
-        """The rows that ids own in the whole table, by id. Fails if an id owns two rows."""
+        """The rows that ids own in the whole table, by id. Fails if an id has two rows, even if one has expired."""
         saved = [shard.hooks.saved for shard in self.table.shards]
-        ids, born = (np.concatenate([np.asarray(one[kind].read()) for one in saved]) for kind in ("ids", "born"))
+        ids, born, seen = (
+            np.concatenate([np.asarray(one[kind].read()) for one in saved]) for kind in ("ids", "born", "seen")
+        )
         rows = np.flatnonzero(born)
         pairs = ids[rows].astype(np.uint64)
         wide = (pairs[:, 0] << np.uint64(32) | pairs[:, 1]).view(np.int64).tolist()
         assert len(set(wide)) == len(wide)
-        return dict(zip(wide, rows.tolist(), strict=True))
+        [clock] = self.clocks()
+        oldest = clock - self.config.expire_after if self.config.expire_after else 0
+        owned = {id: row for id, row in zip(wide, rows.tolist(), strict=True) if seen[row] > oldest}
+        assert sum(int(shard.hooks.used_rows()) for shard in self.table.shards) == len(owned)
+        return owned
 
     def clocks(self) -> set[int]:
         """The clocks of the shards."""
