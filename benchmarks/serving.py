@@ -1,4 +1,4 @@
-"""How many requests a second `dflow serve` answers, and how late, beside a server by hand and MLServer.
+"""How many requests a second `dflow serve` answers over HTTP and gRPC, and how late, beside others.
 
 One model, a small classifier, is exported once, and served by
 
@@ -8,8 +8,9 @@ One model, a small classifier, is exported once, and served by
 
 All servers run at the same time, and are loaded one after the other; `--alone` runs the one with batches. The clients
 are threads of one process, each with one kept connection, that send a row and wait for the answer. They run on the same
-cores as the server. Then the server with batches is loaded again, where every second client sends bad requests, and its
-memory is read before and after.
+cores as the server. Those of HTTP are sockets that send prepared bytes; those of gRPC use `grpcio`, which takes more of
+the cores: `client, us` is the clients' processor time for a request. Then the server with batches is loaded again while
+every second client sends bad requests, and its memory is read before and after.
 """
 
 from __future__ import annotations
@@ -26,20 +27,32 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import dflow
 from benchmarks._paired import in_turn, options, publish
+from dflow.serving.grpc_messages import MESSAGES, SERVICE
 
 START_S = 120.0
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Times of requests, sorted; the number of answers by status of HTTP; and the processor time of the clients."""
+
+    times_s: list[float]
+    statuses: Counter[int]
+    client_s: float
 
 
 def export_classifier(path: Path, width: int) -> None:
@@ -59,9 +72,12 @@ def export_classifier(path: Path, width: int) -> None:
 
 
 def request_of(form: str, *, is_bad: bool = False) -> bytes:
-    """Return the bytes of a request for one row: `raw`, in the protocol's `binary` form, or in `JSON`."""
+    """Return the bytes of a request for one row: `raw`, in the protocol's `binary` form, in `JSON`, or by `gRPC`."""
     row = np.random.default_rng(1).normal(size=784).astype(np.float32)
     x: dict[str, Any] = {"name": "y" if is_bad else "x", "shape": [1, 784], "datatype": "FP32"}
+    if form == "gRPC":
+        message = MESSAGES["ModelInferRequest"](model_name="model", inputs=[x], raw_input_contents=[row.tobytes()])
+        return bytes(message.SerializeToString())
     body, extra = row.tobytes(), ""
     if form == "binary":
         x["parameters"] = {"binary_data_size": row.nbytes}
@@ -87,33 +103,46 @@ def exchange(connection: socket.socket, request: bytes) -> int:
     return int(answer[9:12])
 
 
+@contextmanager
+def sender(port: int, form: str, *, is_bad: bool = False) -> Iterator[Callable[[], int]]:
+    """Yield a function that sends a request over one connection, reads its answer, and returns the status of HTTP."""
+    request = request_of(form, is_bad=is_bad)
+    if form == "gRPC":
+        with grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            infer = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            yield lambda: 200 if infer(request, timeout=60) else 0
+    else:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            yield lambda: exchange(connection, request)
+
+
 def lost() -> bytes:
     raise ConnectionError("the server closed the connection")
 
 
-def load(port: int, form: str, clients: int, seconds: float, *, bad: bool = False) -> tuple[list[float], Counter[int]]:
-    """Return the times of the requests that clients sent, in s, and the number of answers by status."""
+def load(port: int, form: str, clients: int, seconds: float, *, bad: bool = False) -> Load:
+    """Return what clients measure that send one request after the other for some seconds."""
     times: list[list[float]] = [[] for _ in range(clients)]
     statuses: Counter[int] = Counter()
     start = threading.Barrier(clients)
 
     def send(number: int) -> None:
-        request = request_of(form, is_bad=bad and number % 2 == 1)
         own: Counter[int] = Counter()
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with sender(port, form, is_bad=bad and number % 2 == 1) as send_one:
             start.wait()
             ends_at = time.monotonic() + seconds
             while (began := time.monotonic()) < ends_at:
-                own[exchange(connection, request)] += 1
+                own[send_one()] += 1
                 times[number].append(time.monotonic() - began)
         statuses.update(own)
 
+    used_s = time.process_time()
     threads = [threading.Thread(target=send, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return sorted(took for own in times for took in own), statuses
+    return Load(sorted(took for own in times for took in own), statuses, time.process_time() - used_s)
 
 
 @contextmanager
@@ -128,11 +157,11 @@ def running(*words: str, **settings: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=60)
 
 
-def port_of(process: subprocess.Popen[str]) -> int:
-    """Return the port in the first line that has an address."""
+def port_of(process: subprocess.Popen[str], before: str = "http://") -> int:
+    """Return the port in the next line that has an address after these characters."""
     assert process.stdout is not None
     for line in process.stdout:
-        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+        if found := re.search(rf"{before}127\.0\.0\.1:(\d+)", line):
             return int(found[1])
     raise RuntimeError(f"{process.args} ended before it served")
 
@@ -142,10 +171,10 @@ def wait_until_answers(port: int, form: str) -> None:
     ends_at = time.monotonic() + START_S
     while time.monotonic() < ends_at:
         try:
-            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-                if exchange(connection, request_of(form)) == 200:
+            with sender(port, form) as send_one:
+                if send_one() == 200:
                     return
-        except OSError:
+        except (OSError, grpc.RpcError):
             pass
         time.sleep(0.1)
     raise RuntimeError(f"the server at port {port} does not answer after {START_S:g} s")
@@ -182,16 +211,22 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         export_classifier(folder / "model", given.width)
         python = (sys.executable, "-m")
-        serve = (*python, "dflow", "serve", str(folder / "model"), "--address", "127.0.0.1:0", "--max-queue", "1000")
+        where = ("--address", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
+        serve = (*python, "dflow", "serve", str(folder / "model"), *where, "--max-queue", "1000")
         batched = stack.enter_context(running(*serve, "--max-batch", "16"))
-        ports = {("dflow, batches", "binary"): port_of(batched)}
+        ports = {
+            ("dflow, batches", "binary"): port_of(batched),
+            ("dflow, batches", "gRPC"): port_of(batched, "gRPC at "),
+        }
         if not given.alone:
             by_hand = stack.enter_context(running(*python, "benchmarks._serving_bare", str(folder / "model")))
             plain = stack.enter_context(running(*serve))
             ports |= {("by hand", "raw"): port_of(by_hand), ("dflow", "binary"): port_of(plain)}
+            ports["dflow", "gRPC"] = port_of(plain, "gRPC at ")
             ports["dflow, batches", "JSON"] = ports["dflow, batches", "binary"]
         if given.mlserver:
             port = ports["MLServer", "JSON"] = free_ports()
+            ports["MLServer", "gRPC"] = port + 1
             words = given.mlserver, "start", str(mlserver_folder(folder / "ml", folder / "model", port))
             server = stack.enter_context(running(*words, PYTHONPATH=str(Path(__file__).parent)))
             threading.Thread(target=lambda: [None for _ in server.stdout or ()], daemon=True).start()  # its log
@@ -204,7 +239,7 @@ def main() -> None:
         rows = [row(way, times, seconds) for way, times in measured.items()]
         before = memory_mib(batched)
         port = ports["dflow, batches", "binary"]
-        _, statuses = load(port, "binary", given.clients, 3 * seconds, bad=True)
+        statuses = load(port, "binary", given.clients, 3 * seconds, bad=True).statuses
         good, bad = statuses.pop(200), statuses.pop(400)
         under_errors = {
             "clients": given.clients, "good answers": good, "refused": bad, "other": statuses.total(),
@@ -214,21 +249,24 @@ def main() -> None:
     publish("serving", rows, as_json=given.json)
 
 
-def row(way: str, rounds: list[tuple[list[float], Counter[int]]], seconds: float) -> dict[str, Any]:
+def row(way: str, rounds: list[Load], seconds: float) -> dict[str, Any]:
     """Return the figures of a server: medians over the rounds."""
     name, _, form = way.partition("|")
-    refused = sum(statuses.total() - statuses[200] for _, statuses in rounds)
+    refused = sum(one.statuses.total() - one.statuses[200] for one in rounds)
 
     def late(share: float) -> float:
-        return 1e3 * statistics.median(times[min(int(share * len(times)), len(times) - 1)] for times, _ in rounds)
+        return 1e3 * statistics.median(
+            one.times_s[min(int(share * len(one.times_s)), len(one.times_s) - 1)] for one in rounds
+        )
 
-    rate = statistics.median(len(times) / seconds for times, _ in rounds)
+    rate = statistics.median(len(one.times_s) / seconds for one in rounds)
     return {
         "server": name,
         "form": form,
         "requests/s": rate,
         "p50, ms": late(0.5),
         "p99, ms": late(0.99),
+        "client, us": statistics.median(1e6 * one.client_s / len(one.times_s) for one in rounds),
         "refused": refused,
     }
 
