@@ -33,7 +33,7 @@ from dflow.distributed.task.checkpoint_messages import (
 )
 from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_server import TaskServer
-from dflow.distributed.wire.codec import decode_arrays, encode_arrays
+from dflow.distributed.wire.codec import decode_arrays, encode_arrays, named
 from dflow.distributed.wire.messages.basic import Arrays
 from dflow.lowering.files.array_files import piece, write_parts
 from dflow.lowering.files.array_manifest import is_inside
@@ -44,9 +44,12 @@ from dflow.lowering.files.object_folder import is_attempt, is_begun
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.files.saved_arrays import open_arrays
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import CheckpointError, TaskLost
+from dflow.tracing.errors import CheckpointError, TaskLost, WireError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.moments import reach
+
+#: Kind of the names of captured values, in errors.
+_CAPTURED = "captured values"
 
 #: The task that saves or restores, and its number for the save or restore.
 _Number = tuple[str, int]
@@ -110,7 +113,7 @@ class TaskCheckpoints(TaskPart):
                 return CapturedArrays(), b""
             if not self._task.channel.has_left(message.reader):  # a task that leaves from now on ends its use
                 shared.users.add(message.reader)
-        infos, data = encode_arrays([shared.values[key] for key in message.keys])
+        infos, data = encode_arrays([named(shared.values, key, _CAPTURED) for key in message.keys])
         return CapturedArrays(*shared.capture, infos), data
 
     def _unuse(self, name: str, task: str) -> None:
@@ -143,7 +146,7 @@ class TaskCheckpoints(TaskPart):
             )
         reach("save", self._task.name)
         values = self._values_of(message)
-        arrays: dict[str, Any] = {one.name: values[one.key] for one in message.variables}
+        arrays: dict[str, Any] = {one.name: named(values, one.key, _CAPTURED) for one in message.variables}
         arrays |= {one.name: self._divided(message, one) for one in message.divided}
         write_parts(folder, arrays, paths)
         if not isinstance(folder, ObjectPath):
@@ -159,7 +162,10 @@ class TaskCheckpoints(TaskPart):
 
     def _divided(self, message: SaveVariables, one: DividedVariable) -> DividedArray:
         here = [number for number, part in enumerate(one.parts) if part.task == self._task.name]
-        dtype = self._values_of(message)[one.parts[here[0]].key].dtype
+        if not here:
+            others = ", ".join(short_task_name(part.task) for part in one.parts) or "none"
+            raise WireError(f"array {one.name[:64]!r}: expected a part on {self._name}, got parts on {others}")
+        dtype = named(self._values_of(message), one.parts[here[0]].key, _CAPTURED).dtype
 
         def piece_of(number: int, bounds: Bounds) -> npt.NDArray[Any]:
             part = one.parts[number]
@@ -173,7 +179,7 @@ class TaskCheckpoints(TaskPart):
         return DividedArray(ArrayType(dtype, one.shape), [part.indices for part in one.parts], here, piece_of)
 
     def _piece(self, message: ReadPiece) -> npt.NDArray[Any]:
-        return piece(self._values_of(message)[message.key], message.bounds)
+        return piece(named(self._values_of(message), message.key, _CAPTURED), message.bounds)
 
     @requests.queued(ReadPiece)
     def read_piece(self, message: ReadPiece, arrival: RequestArrival) -> Handled:
@@ -208,6 +214,8 @@ class TaskCheckpoints(TaskPart):
                 f"{self._name} finds another checkpoint at {message.path} than the task that restores it",
                 "save where all tasks of the cluster read and write the same files",
             )
+        for name in (*message.variables, *message.parts):
+            named(files.types, name, f"arrays of {message.path}")
         parts = {one.key: (name, one.indices) for name, held in message.parts.items() for one in held}
         return self._task.store.read_saved(files, message.variables, parts)
 

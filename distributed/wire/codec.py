@@ -18,7 +18,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ml_dtypes
 import msgspec
@@ -55,6 +55,10 @@ SentPayload = Payload | Parts
 #: Most dimensions of a NumPy array.
 MAX_RANK = 64
 MAX_ARRAY_BYTES = 1 << 62
+#: At most this many known names are in an error about another name.
+MAX_KNOWN = 20
+
+Value = TypeVar("Value")
 
 _NUMPY_DTYPES = (
     "bool",
@@ -257,6 +261,15 @@ def parse_dtype(name: str) -> np.dtype[Any]:
         return DTYPES[name]
     except KeyError:
         raise WireError(f"dtype {name!r} does not travel; these do: {', '.join(sorted([*DTYPES, *KEYS]))}") from None
+
+
+def named(values: Mapping[str, Value], name: str, what: str) -> Value:
+    """Return the value of a name that a peer sent, of the kind `what`. Raises WireError if there is none."""
+    if name not in values:
+        known = sorted(values)
+        more = f" and {len(known) - MAX_KNOWN} more" if len(known) > MAX_KNOWN else ""
+        raise WireError(f"{what}: expected one of {', '.join(known[:MAX_KNOWN]) or 'none'}{more}, got {name[:64]!r}")
+    return values[name]
 
 
 def _host_array(value: jax.Array | npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -20,18 +20,24 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.task import task_checkpoints
 from dflow.distributed.task.checkpoint_messages import (
     CaptureVariables,
+    DividedVariable,
     EndCapture,
     EndRestore,
+    ReadCapture,
     ReadCheckpoint,
+    ReadPiece,
     SavedVariable,
     SaveVariables,
+    VariablePart,
 )
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.lowering.files.array_files import ArrayFiles, read_arrays
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.errors import WireError
 from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.rows.axis_slice import AxisSlice
 from tests.distributed.task_parts import handled, part_of, without_server
 from tests.lowering.files.written_arrays import write_arrays
 
@@ -276,6 +282,28 @@ def test_a_task_writes_the_values_that_it_captured_until_the_capture_ends(
     handled(checkpoints, EndCapture("/job:worker/task:0", 7))
     with pytest.raises(dflow.TaskLost, match="ps:0 has not captured what worker:0 saves"):
         handled(checkpoints, saving(tmp_path / BEGUN.replace("0", "1")))
+
+
+@pytest.mark.parametrize("kind", ["save", "piece", "divided", "shared", "restore"])
+def test_a_name_that_a_request_has_and_the_task_has_not_is_named(
+    checkpoints: TaskCheckpoints, tmp_path: Path, kind: str
+) -> None:
+    worker, folder = "/job:worker/task:0", tmp_path / BEGUN
+    folder.mkdir()
+    write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
+    handled(checkpoints, CaptureVariables(worker, 7, ("w",)))
+    handled(checkpoints, CaptureVariables(worker, 8, ("w",)))
+    handled(checkpoints, EndCapture(worker, 8, "shared"))
+    part = VariablePart("/job:ps/task:1", "w", AxisSlice(0, 0, 3))
+    message: Any = {
+        "save": SaveVariables(worker, 7, str(folder), (SavedVariable("v", "v", "v"),)),
+        "piece": ReadPiece(worker, 7, "v", ((0, 1),)),
+        "divided": SaveVariables(worker, 7, str(folder), (), (DividedVariable("v", "v", (3,), (part,)),)),
+        "shared": ReadCapture(worker, "shared", ("v",)),
+        "restore": ReadCheckpoint(worker, 1, str(tmp_path / "c"), read_arrays(tmp_path / "c").id, {"v": "w"}),
+    }[kind]
+    with pytest.raises(WireError, match=r"expected (one of w|a part on ps:0), got ('v'|parts on ps:1)"):
+        handled(checkpoints, message)
 
 
 def test_what_a_worker_that_has_left_captured_or_read_is_freed(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
