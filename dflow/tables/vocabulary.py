@@ -49,18 +49,22 @@ class Vocabulary:
     def __post_init__(self) -> None:
         if self.evict not in EVICTIONS:
             raise VariableError(f"evict: expected one of {EVICTIONS}, got {self.evict!r}", "give one of these")
-        if self.admit_after < 1 or self.bucket < 1:
-            raise VariableError(
-                f"a vocabulary: expected admit_after and bucket of 1 or more, got {self.admit_after} and {self.bucket}",
-                "give larger numbers",
-            )
+        counts: dict[str, Any] = {"admit_after": self.admit_after, "bucket": self.bucket}
+        for name, count in counts.items():
+            if not _is_integer(count) or count < 1:
+                raise VariableError(
+                    f"{name}: expected an integer of 1 or more, got {count!r}", f"write {name}=1 or more"
+                )
         age: Any = self.expire_after
-        is_count = isinstance(age, int | np.integer) and not isinstance(age, bool)
-        if age is not None and not (is_count and 1 <= age <= _MOST_UPDATES):
+        if age is not None and not (_is_integer(age) and 1 <= age <= _MOST_UPDATES):
             raise VariableError(
                 f"expire_after: expected a number of updates from 1 to {_MOST_UPDATES}, or None, got {age!r}",
                 "give the number of updates after which an id that is not used loses its row",
             )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class VocabularyCounts(NamedTuple):
