@@ -65,6 +65,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _serve(options: argparse.Namespace) -> int:
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
+    # Else gRPC logs each failed TLS handshake, which any client can cause, without a limit.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from dflow.calls.trace_log import RetraceWarning
     from dflow.distributed.transport.security.configuration import choose_security
     from dflow.serving.served_version import ServingSettings

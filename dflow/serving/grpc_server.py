@@ -40,6 +40,8 @@ _STATUSES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+#: gRPC logs here, with a traceback, each client that leaves while its answer is sent.
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError" not in record.getMessage())
 #: Most bytes of a refusal's text: a client drops a response whose headers have more than 8 kB, and encodes a byte as 3.
 _MOST_TEXT = 2000
 

@@ -5,6 +5,7 @@ The clients are Triton's, and raw calls with its generated messages, which share
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -381,6 +382,12 @@ def test_a_fault_of_the_server_is_answered_and_logged(
         assert refusal(server, "RepositoryIndex", b"") == answer
     logged = [record.getMessage() for record in caplog.records if record.name == "dflow"]
     assert logged == ["ModelInfer failed", "RepositoryIndex failed"]
+
+
+def test_clients_that_leave_during_their_answers_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("ExecuteBatchError raised in core by servicer method [ModelInfer]", "another error"):
+        logging.getLogger("grpc._cython.cygrpc").error(text)
+    assert [record.getMessage() for record in caplog.records] == ["another error"]
 
 
 def test_a_port_in_use_is_an_error_and_an_address_may_need_certificates(folder: Path, server: ModelServer) -> None:
