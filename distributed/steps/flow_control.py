@@ -9,10 +9,13 @@ Why this cannot deadlock: no thread waits for room. A requested value was waited
 which makes room for the next request. So in whatever order values come and are needed, a wait ends as it would without
 a window, some messages later.
 
-Invariants: the bytes pushed to a task and not credited are at most the window. The bytes requested and not arrived are
-at most the window, or one value. An offer ends once: when it is requested or declined, with its step, with the other
-task, or when it expires. A receiver credits each pushed value once, when it was taken or dropped, and answers each
-offer at most once. No I/O, no clock, no locks.
+Both halves know the other task by the connection over which a value or an offer went: two tasks may have one each that
+they opened at the same time, and what went over one does not end with the other.
+
+Invariants: the bytes pushed over a connection and not credited are at most the window. The bytes requested and not
+arrived are at most the window, or one value. An offer ends once: when it is requested or declined, with its step, with
+its connection, or when it expires. A receiver credits each pushed value once, when it was taken or dropped, and answers
+each offer at most once. No I/O, no clock, no locks.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.transfers import Credit, Pull
 from dflow.lowering.queues.channel import StepId
 
@@ -34,9 +38,9 @@ CREDITED_PART = 4
 
 
 class Offered(NamedTuple):
-    """Identity of a value that its sender keeps for `destination`."""
+    """Identity of a value that its sender keeps for `peer`."""
 
-    destination: str
+    peer: Peer
     step: StepId
     edge: str
 
@@ -48,30 +52,33 @@ class Outflow(Generic[Item]):
         self._window = window_bytes
         #: Number of tasks that may send to one receiver.
         self.senders = 1
-        #: By destination, the bytes pushed and not credited, including `COST_BYTES` per value.
-        self.untaken: Counter[str] = Counter()
+        #: By connection, the bytes pushed and not credited, including `COST_BYTES` per value.
+        self.untaken: Counter[Peer] = Counter()
         #: The offered values, until they are requested, declined, or expire.
         self.kept: dict[Offered, Item] = {}
 
-    def pushes(self, destination: str, size_bytes: int) -> bool:
-        """Reserve room in the destination's window and return true if a value may be pushed now.
+    def pushes(self, peer: Peer, size_bytes: int) -> bool:
+        """Reserve room in the receiver's window and return true if a value may be pushed now.
 
         If false, the caller keeps the value and sends an offer.
         """
-        after = self.untaken[destination] + size_bytes + COST_BYTES
+        after = self.untaken[peer] + size_bytes + COST_BYTES
         if after > self._window // self.senders:
             return False
-        self.untaken[destination] = after
+        self.untaken[peer] = after
         return True
 
-    def credit(self, destination: str, size_bytes: int) -> None:
-        """Free `size_bytes` of the destination's window, on its credit for values that it has taken."""
-        self.untaken[destination] = max(0, self.untaken[destination] - size_bytes)
+    def credit(self, peer: Peer, size_bytes: int) -> None:
+        """Free `size_bytes` of the receiver's window, on its credit for values that it has taken."""
+        left = self.untaken.pop(peer, 0) - size_bytes
+        if left > 0:
+            self.untaken[peer] = left
 
-    def forget(self, destination: str) -> None:
-        """Drop the offers to `destination`, whose connection has ended, and free its window."""
-        del self.untaken[destination]
-        self.end_all(lambda offer: offer.destination == destination)
+    def forget(self, has_ended: Callable[[Peer], bool]) -> None:
+        """Drop the offers over connections that have ended, and free their windows."""
+        for peer in [peer for peer in self.untaken if has_ended(peer)]:
+            del self.untaken[peer]
+        self.end_all(lambda offer: has_ended(offer.peer))
 
     def end_all(self, concerns: Callable[[Offered], bool]) -> None:
         """Drop the offers for which `concerns` returns true, and their values."""
@@ -79,8 +86,8 @@ class Outflow(Generic[Item]):
             del self.kept[offer]
 
 
-#: A task, and a message for it: credit for values that it pushed, or the answer to its offer.
-Reaction = tuple[str, Credit | Pull]
+#: A connection, and a message to send: credit for values that came over it, or the answer to an offer.
+Reaction = tuple[Peer, Credit | Pull]
 
 
 class Inflow:
@@ -90,13 +97,13 @@ class Inflow:
         self._window = window_bytes
         #: Number of tasks that may send to this one.
         self.senders = 1
-        self._owed: dict[str, int] = {}
+        self._owed: dict[Peer, int] = {}
         #: By step and edge: source and size of each untaken value; source and size of each offer not awaited yet; of
         #: each awaited offer that is not requested yet, oldest first; and of each requested value that has not come.
-        self._held: dict[StepId, dict[str, tuple[str, int]]] = {}
-        self.unanswered: dict[StepId, dict[str, tuple[str, int]]] = {}
-        self._queued: dict[tuple[StepId, str], tuple[str, int]] = {}
-        self._requested: dict[tuple[StepId, str], tuple[str, int]] = {}
+        self._held: dict[StepId, dict[str, tuple[Peer, int]]] = {}
+        self.unanswered: dict[StepId, dict[str, tuple[Peer, int]]] = {}
+        self._queued: dict[tuple[StepId, str], tuple[Peer, int]] = {}
+        self._requested: dict[tuple[StepId, str], tuple[Peer, int]] = {}
         #: Total size of the requested values that have not come.
         self.requested_bytes = 0
 
@@ -110,7 +117,7 @@ class Inflow:
         """Number of offers not answered yet."""
         return sum(map(len, self.unanswered.values())) + len(self._queued)
 
-    def hold(self, source: str, step: StepId, edge: str, size_bytes: int) -> None:
+    def hold(self, source: Peer, step: StepId, edge: str, size_bytes: int) -> None:
         """Count a pushed value that arrived and waits to be taken."""
         self._held.setdefault(step, {})[edge] = source, size_bytes
 
@@ -119,7 +126,7 @@ class Inflow:
         value = self._held.get(step, {}).pop(edge, None)
         return self.used(*value) if value is not None else []
 
-    def used(self, source: str, size_bytes: int) -> list[Reaction]:
+    def used(self, source: Peer, size_bytes: int) -> list[Reaction]:
         """Owe `source` credit for a pushed value that was taken or dropped; return its credit if enough is owed."""
         owed = self._owed.get(source, 0) + size_bytes + COST_BYTES
         if owed < self._window // self.senders // CREDITED_PART:
@@ -129,7 +136,7 @@ class Inflow:
         return [(source, Credit(owed))]
 
     def offer(
-        self, source: str, step: StepId, edge: str, size_bytes: int, *, is_awaited: bool, is_open: bool
+        self, source: Peer, step: StepId, edge: str, size_bytes: int, *, is_awaited: bool, is_open: bool
     ) -> list[Reaction]:
         """Record an offer of `source`: request its value if `is_awaited`, once it fits the window.
 
@@ -175,17 +182,18 @@ class Inflow:
         found = {**self._held, **self.unanswered}.keys() | {step for step, _ in (*self._queued, *self._requested)}
         return [step for step in found if step.origin == origin]
 
-    def forget(self, source: str) -> list[Reaction]:
-        """Forget the values, offers and credit of `source`, whose connection has ended.
+    def forget(self, has_ended: Callable[[Peer], bool]) -> list[Reaction]:
+        """Forget the values, offers and credit of connections that have ended.
 
-        Request values of other tasks that fit the window now.
+        Request values of others that fit the window now.
         """
-        self._owed.pop(source, None)
-        by_key: list[dict[Any, tuple[str, int]]] = [*self._held.values(), *self.unanswered.values(), self._queued]
+        for peer in [peer for peer in self._owed if has_ended(peer)]:
+            del self._owed[peer]
+        by_key: list[dict[Any, tuple[Peer, int]]] = [*self._held.values(), *self.unanswered.values(), self._queued]
         for values in by_key:
-            for key in [key for key, (by, _) in values.items() if by == source]:
+            for key in [key for key, (source, _) in values.items() if has_ended(source)]:
                 del values[key]
-        for step, edge in [key for key, (by, _) in self._requested.items() if by == source]:
+        for step, edge in [key for key, (source, _) in self._requested.items() if has_ended(source)]:
             self._end_request(step, edge)
         return self._requests()
 
@@ -209,5 +217,5 @@ class Inflow:
         return requested is not None
 
 
-def _answer(source: str, step: StepId, edge: str, *, wanted: bool) -> Reaction:
+def _answer(source: Peer, step: StepId, edge: str, *, wanted: bool) -> Reaction:
     return source, Pull(step.origin, step.number, edge, wanted)

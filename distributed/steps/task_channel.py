@@ -118,8 +118,6 @@ class TaskChannel:
         self.of_parts = Channel(self.send, self.receive)
         #: Of parts begun ahead, whose values may come late: receives wait until the step ends.
         self.of_parts_ahead = Channel(self.send, partial(self.receive, has_deadline=False))
-        # The connection over which the newest value or offer of a task came.
-        self._senders: dict[str, Peer] = {}
 
     def send(self, step: StepId, edge: str, destination: str, values: Sequence[Sent]) -> None:
         """Send `values` to `destination`, or offer them if they exceed its window; waits until they are computed.
@@ -140,7 +138,7 @@ class TaskChannel:
             raise NotConnected(partial(self._peers.when_connected, destination))
         size_bytes = len(payload)
         with self._lock:
-            offer = None if self._outflow.pushes(destination, size_bytes) else Offered(destination, step, edge)
+            offer = None if self._outflow.pushes(peer, size_bytes) else Offered(peer, step, edge)
             if offer is not None:
                 self._outflow.kept[offer] = _OfferedValues(len(values), payload, self._offers.begin())
         began = self._recorder.clock()
@@ -153,7 +151,7 @@ class TaskChannel:
             # The receiver will neither credit values nor answer an offer that it does not get.
             with self._lock:
                 if offer is None:
-                    self._outflow.credit(destination, size_bytes + COST_BYTES)
+                    self._outflow.credit(peer, size_bytes + COST_BYTES)
                 else:
                     self._outflow.kept.pop(offer, None)
             raise
@@ -197,31 +195,33 @@ class TaskChannel:
         with self._lock:
             self._taken_in[source] += len(payload)
             commands = self._rendezvous.put(step, edge, payload)
-            self._senders[source] = peer
             if message.was_offered:
                 reactions = self._inflow.pulled(step, edge)
+            elif peer.closed:  # it has been forgotten, or will be
+                reactions = []
             elif not commands and self._rendezvous.holds(step, edge):
                 reactions = []
-                self._inflow.hold(source, step, edge, len(payload))
+                self._inflow.hold(peer, step, edge, len(payload))
             else:
-                reactions = self._inflow.used(source, len(payload))
+                reactions = self._inflow.used(peer, len(payload))
         self._carry_out(commands, reactions)
 
     def offered(self, offer: Offer, peer: Peer) -> None:
         """Record an offer: request the value once an op waits for it; decline it if the step has ended."""
         step = StepId(offer.origin, offer.step)
         with self._lock:
-            self._senders[peer.name] = peer
+            if peer.closed:
+                return
             is_awaited, is_open = self._rendezvous.is_awaited(step, offer.edge), self._rendezvous.is_open(step)
             reactions = self._inflow.offer(
-                peer.name, step, offer.edge, offer.size_bytes, is_awaited=is_awaited, is_open=is_open
+                peer, step, offer.edge, offer.size_bytes, is_awaited=is_awaited, is_open=is_open
             )
         self._carry_out((), reactions)
 
     def pulled(self, pull: Pull, peer: Peer) -> None:
         """Send an offered value that another task requests, or drop it if declined."""
         step = StepId(pull.origin, pull.step)
-        offer = Offered(peer.name, step, pull.edge)
+        offer = Offered(peer, step, pull.edge)
         with self._lock:
             kept = self._outflow.kept.pop(offer, None)
         if kept is not None and pull.wanted:
@@ -232,7 +232,7 @@ class TaskChannel:
     def credited(self, credit: Credit, peer: Peer) -> None:
         """Free room in the window of a task, which credits values that it has taken."""
         with self._lock:
-            self._outflow.credit(peer.name, credit.size_bytes)
+            self._outflow.credit(peer, credit.size_bytes)
 
     def begin(self, step: StepId) -> None:
         """See `Rendezvous.begin`."""
@@ -260,13 +260,12 @@ class TaskChannel:
             self._outflow.end_all(lambda offer: offer.step == step)
         self._carry_out(commands, reactions)
 
-    def connection_lost(self, task: str, error: DflowError) -> None:
-        """End the waits for values of `task` with `error`, since some may be lost; drop offers to and from it."""
+    def connection_lost(self, peer: Peer, error: DflowError) -> None:
+        """End the waits for values of its task with `error`, since some may be lost; drop the offers over it."""
         with self._lock:
-            commands = self._rendezvous.stop_waiting_for(task, error)
-            reactions = self._inflow.forget(task)
-            self._outflow.forget(task)
-            self._senders.pop(task, None)
+            commands = self._rendezvous.stop_waiting_for(peer.name, error)
+            reactions = self._inflow.forget(lambda one: one is peer)
+            self._outflow.forget(lambda one: one is peer)
         self._carry_out(commands, reactions)
 
     def task_left(self, task: str, error: DflowError) -> tuple[StepId, ...]:
@@ -277,11 +276,10 @@ class TaskChannel:
         with self._lock:
             steps = self._rendezvous.open_steps(task)
             commands = self._rendezvous.lose(task, error)
-            reactions = self._inflow.forget(task)
+            reactions = self._inflow.forget(lambda peer: peer.name == task)
             reactions += [one for step in self._inflow.steps_of(task) for one in self._inflow.ended(step)]
-            self._outflow.forget(task)
+            self._outflow.forget(lambda peer: peer.name == task)
             self._outflow.end_all(lambda offer: offer.step.origin == task)
-            self._senders.pop(task, None)
         self._carry_out(commands, reactions)
         return steps
 
@@ -370,16 +368,14 @@ class TaskChannel:
         if kept is not None:
             LOGGER.warning(
                 "%s kept edge %r of %s for %s, which did not ask for it within %g s; it is dropped",
-                *(self._name, offer.edge, describe(offer.step), offer.destination, self._offers.timeout_s),
+                *(self._name, offer.edge, describe(offer.step), offer.peer.name, self._offers.timeout_s),
             )
 
     def _carry_out(self, commands: Iterable[EndWait[_Receiver, _Held]], reactions: Iterable[Reaction] = ()) -> None:
-        """Send credit and answers to offers, except to tasks whose connection has ended; then end the waits."""
-        for to, message in reactions:
-            peer = self._senders.get(to)
-            if peer is not None:
-                with contextlib.suppress(TransportClosed):
-                    peer.notify(message)
+        """Send credit and answers to offers, except over connections that have ended; then end the waits."""
+        for peer, message in reactions:
+            with contextlib.suppress(TransportClosed):
+                peer.notify(message)
         for receiver, outcome in commands:
             try:
                 receiver.end(outcome)

@@ -376,7 +376,7 @@ class TaskServer(Handler):
         self.member_gate.closed(peer)
         self.recorder.note(CONNECTION_LOST, None, peer.name, reason)
         error = TaskLost(f"the connection between {self.name} and {peer.name} has ended: {reason}")
-        self.channel.connection_lost(peer.name, error)
+        self.channel.connection_lost(peer, error)
 
     def soon(self, work: Callable[..., object], *args: Any) -> None:
         """Run work on a thread; does nothing once the task is closed, or the process ends.

@@ -8,7 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.steps.flow_control import COST_BYTES, Inflow, Offered, Outflow, Reaction
+from dflow.distributed.steps.task_channel import TaskChannel
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.wire.messages.plans import CancelStep
-from dflow.distributed.wire.messages.transfers import Credit, Pull
+from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, Values
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.values.computed import before_waiting
 from dflow.lowering.values.payload_layout import PayloadLayout
@@ -28,10 +30,13 @@ from dflow.tracing.errors import StepCancelled, TransportClosed
 from tests.distributed.task.served_tasks import CLIENTS, roster
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind
 from tests.effort import examples
+from tests.manual_clock import ManualClock
 
 WINDOW = 10_000
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 STEP = StepId(WORKER, 1)
+#: Connections.
+SENDER, RECEIVER, OTHER, ENDED = (cast(Any, name) for name in ("sender", "receiver", "other", "ended"))
 
 
 @dataclass
@@ -48,10 +53,10 @@ class Model:
     is_ended: bool = False
 
     def send(self, edge: str, size: int) -> None:
-        if self.outflow.pushes("receiver", size):
+        if self.outflow.pushes(RECEIVER, size):
             self.to_receiver.append(("value", edge, size))
         else:
-            self.outflow.kept[Offered("receiver", STEP, edge)] = size
+            self.outflow.kept[Offered(RECEIVER, STEP, edge)] = size
             self.to_receiver.append(("offer", edge, size))
 
     def want(self, edge: str) -> None:
@@ -76,7 +81,7 @@ class Model:
         is_awaited = edge in self.wanted
         if kind == "offer":
             self.to_sender.extend(
-                self.inflow.offer("sender", STEP, edge, size, is_awaited=is_awaited, is_open=not self.is_ended)
+                self.inflow.offer(SENDER, STEP, edge, size, is_awaited=is_awaited, is_open=not self.is_ended)
             )
             return
         self.wanted.discard(edge)
@@ -87,16 +92,16 @@ class Model:
         if kind != "value":
             self.to_sender.extend(self.inflow.pulled(STEP, edge))
         elif edge in self.lying:
-            self.inflow.hold("sender", STEP, edge, size)
+            self.inflow.hold(SENDER, STEP, edge, size)
         else:
-            self.to_sender.extend(self.inflow.used("sender", size))
+            self.to_sender.extend(self.inflow.used(SENDER, size))
 
     def deliver_to_sender(self) -> None:
         match self.to_sender.popleft()[1]:
             case Credit(size_bytes):
-                self.outflow.credit("receiver", size_bytes)
+                self.outflow.credit(RECEIVER, size_bytes)
             case Pull(_, _, edge, wanted):
-                size = self.outflow.kept.pop(Offered("receiver", STEP, edge))
+                size = self.outflow.kept.pop(Offered(RECEIVER, STEP, edge))
                 if wanted:
                     self.to_receiver.append(("pulled", edge, size))
 
@@ -148,22 +153,24 @@ def test_whatever_the_order_each_wanted_value_comes_once_and_no_more_than_the_wi
     if not ends:
         assert sorted(model.got) == sorted(edges)
     assert len(model.outflow.kept) == model.inflow.offered == model.inflow.held == model.inflow.requested_bytes == 0
-    assert model.outflow.untaken["receiver"] < WINDOW // 4 + max(sizes) + COST_BYTES
+    assert model.outflow.untaken[RECEIVER] < WINDOW // 4 + max(sizes) + COST_BYTES
 
 
-def test_a_task_that_is_lost_leaves_nothing() -> None:
+def test_a_connection_that_has_ended_leaves_nothing() -> None:
     outflow: Outflow[str] = Outflow(WINDOW)
-    assert outflow.pushes("ps", WINDOW - COST_BYTES)
-    assert not outflow.pushes("ps", 1)
-    assert outflow.pushes("other", 1)
-    outflow.kept[Offered("ps", STEP, "e")] = "kept"
-    outflow.forget("ps")
+    assert outflow.pushes(ENDED, WINDOW - COST_BYTES)
+    assert not outflow.pushes(ENDED, 1)
+    assert outflow.pushes(OTHER, 1)
+    outflow.kept[Offered(ENDED, STEP, "e")] = "kept"
+    outflow.forget(ENDED.__eq__)
     assert not outflow.kept
-    assert outflow.pushes("ps", 1)
+    assert [*outflow.untaken] == [OTHER]
+    outflow.credit(OTHER, 1 + COST_BYTES)
+    assert not outflow.untaken
     inflow = Inflow(WINDOW)
-    inflow.hold("ps", STEP, "held", WINDOW)
-    inflow.offer("ps", STEP, "offered", 1, is_awaited=False, is_open=True)
-    inflow.forget("ps")
+    inflow.hold(ENDED, STEP, "held", WINDOW)
+    inflow.offer(ENDED, STEP, "offered", 1, is_awaited=False, is_open=True)
+    inflow.forget(ENDED.__eq__)
     assert inflow.ended(STEP) == []
 
 
@@ -172,14 +179,14 @@ def test_the_window_is_shared_by_the_senders_and_credit_comes_before_a_share_is_
     outflow.senders = inflow.senders = 4
     size = WINDOW // 16
     sent = 0
-    while outflow.pushes("ps", size):
+    while outflow.pushes(RECEIVER, size):
         sent += 1
     assert sent * (size + COST_BYTES) <= WINDOW // 4
-    credits = [one for n in range(sent) for one in inflow.used("worker", size)]
+    credits = [one for n in range(sent) for one in inflow.used(SENDER, size)]
     for _, credit in credits:
         assert isinstance(credit, Credit)
-        outflow.credit("ps", credit.size_bytes)
-    assert outflow.pushes("ps", size)
+        outflow.credit(RECEIVER, credit.size_bytes)
+    assert outflow.pushes(RECEIVER, size)
 
 
 # Between tasks.
@@ -296,3 +303,64 @@ def test_a_value_whose_offer_fails_is_dropped(
     with pytest.raises(TransportClosed, match="the connection has ended"):
         worker.channel.send(STEP, "beyond the window", PS, [value(4)])
     assert kept(worker) == 0
+
+
+class Connection:
+    """A connection that keeps what is sent over it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.closed = name, ""
+        self.sent: list[Any] = []
+
+    def notify(self, message: Any, payload: Any = b"") -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+def two() -> tuple[TaskChannel, Connection, Connection]:
+    """A channel of one task, which sends over the first of its two connections to another; a window of four values."""
+    one, other = Connection(PS), Connection(PS)
+    peers: Any = SimpleNamespace(connected=lambda task: one)
+    window = 4 * (SIZE + COST_BYTES)
+    return TaskChannel(WORKER, peers, wait_timeout_s=60, clock=ManualClock(), window_bytes=window), one, other
+
+
+def lose(channel: TaskChannel, connection: Any) -> None:
+    connection.closed = "cut"
+    channel.connection_lost(connection, TransportClosed("cut"))
+
+
+def test_offers_over_one_of_two_connections_outlast_the_other(two: tuple[TaskChannel, Any, Any]) -> None:
+    channel, one, other = two
+    for number in range(5):
+        channel.send(STEP, f"edge {number}", PS, [value(number)])
+    lose(channel, other)
+    channel.pulled(Pull(WORKER, 1, "edge 4", wanted=True), one)
+    assert one.sent[-1] == Values(WORKER, 1, "edge 4", was_offered=True)
+    channel.send(STEP, "edge 5", PS, [value(5)])
+    assert isinstance(one.sent[-1], Offer), "the window is as full as before"
+    lose(channel, one)
+    assert not channel._outflow.kept
+    assert not channel._outflow.untaken
+
+
+def test_credit_goes_over_the_connection_of_the_values(two: tuple[TaskChannel, Any, Any]) -> None:
+    channel, one, other = two
+    payload = memoryview(bytes(SIZE))
+    channel.arrived(Values(WORKER, 1, "edge"), payload, one)
+    channel.offered(Offer(WORKER, 1, "offered", SIZE), other)
+    lose(channel, other)
+    channel.receive(STEP, "edge", PS, PayloadLayout([("i32", (SIZE // 4,))]), lambda _: None)
+    assert one.sent == [Credit(SIZE + COST_BYTES)]
+    assert not other.sent
+
+
+def test_what_comes_from_a_connection_after_its_end_is_not_kept(two: tuple[TaskChannel, Any, Any]) -> None:
+    channel, one, _ = two
+    lose(channel, one)
+    channel.arrived(Values(WORKER, 1, "edge"), memoryview(bytes(4)), one)
+    channel.offered(Offer(WORKER, 1, "offered", SIZE), one)
+    taken: list[Any] = []
+    channel.receive(STEP, "edge", PS, PayloadLayout([("i32", ())]), taken.append)
+    assert taken == [[0]]
+    assert channel._inflow.held == channel._inflow.offered == len(channel._inflow._owed) == len(one.sent) == 0
