@@ -12,7 +12,7 @@ import atexit
 import logging
 import weakref
 from collections.abc import Generator
-from inspect import GEN_RUNNING, getgeneratorstate
+from contextlib import closing
 from typing import Any, TypeVar
 
 from dflow.distributed.cluster.cluster import Cluster
@@ -38,9 +38,14 @@ class OpenRun:
 
         Raises StrategyError in place of the next one if the cluster was closed, unless `is_at_end`.
         """
-        if not self._is_closed:
-            self._results = results
-            yield from results
+        self._results = results
+        with closing(results):
+            while not self._is_closed:
+                try:
+                    result = next(results)
+                except StopIteration:
+                    break
+                yield result
         if self._is_closed and not self.is_at_end:
             raise StrategyError(
                 f"run {name!r}: expected an open cluster until its last step, got cluster.close() in the loop",
@@ -49,11 +54,10 @@ class OpenRun:
             )
 
     def close(self) -> None:
-        """End the run, since its cluster is closed. Raises ValueError while its loop executes, as in another thread."""
-        results = self._results
-        self._is_closed = results is None or getgeneratorstate(results) != GEN_RUNNING
-        if results is not None:
-            results.close()
+        """End the run, since its cluster is closed; after its present step, if that runs, as in another thread."""
+        self._is_closed = True
+        if self._results is not None:
+            self._results.close()
 
 
 class OpenRuns:

@@ -203,14 +203,24 @@ def test_a_run_whose_end_fails_keeps_no_other_from_its_end(caplog: pytest.LogCap
     assert "signal only works" in caplog.text
 
 
-def test_a_run_that_a_thread_runs_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    cluster = dflow.connect()
+@pytest.mark.parametrize("is_at_end", [False, True])
+def test_a_run_that_a_thread_runs_ends_after_its_step(caplog: pytest.LogCaptureFixture, is_at_end: bool) -> None:
+    cluster, opened, ends = dflow.connect(), OpenRun(), list[str]()
 
     def run() -> Generator[int]:
-        cluster.part(OpenRuns).close()
-        yield 1
+        try:
+            cluster.part(OpenRuns).close()
+            opened.is_at_end = is_at_end
+            yield 1
+            yield 2
+        finally:
+            ends.append("closed")
 
-    assert [*opened(run(), cluster)] == [1]
+    results = cluster.part(OpenRuns).add(opened.of("run", run()), opened)
+    assert next(results) == 1
+    with pytest.raises(StopIteration if is_at_end else StrategyError, match=None if is_at_end else "an open cluster"):
+        next(results)
+    assert ends == ["closed"]
     assert not caplog.records
 
 
