@@ -157,10 +157,10 @@ class Recovery(CoordinatorPart):
     def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> list[Command]:
         """Have a task that joins read its part for the present return, if it takes part in it.
 
-        A new process in the phase SETTING begins the return again. Any join lets a return that was hopeless be tried
-        again.
+        A new process in the phase SETTING begins the return again. Any join lets a return that has failed be tried
+        again, if lost state can be restored at all.
         """
-        if self.phase is ReturnPhase.HOPELESS:
+        if self.phase is ReturnPhase.HOPELESS and not self._why_not():
             self.phase = ReturnPhase.NONE
         if not self._repeat(task):
             return []
@@ -321,7 +321,9 @@ class Recovery(CoordinatorPart):
             return []
         if self.phase is ReturnPhase.HOPELESS or not self._core.settings.snapshot_every_s:
             self._blocked_by = ""
-            return self._settle(Failure("TaskLost", f"the lost state is not restored: {self.why or self._why_not()}"))
+            is_lost = self.phase is ReturnPhase.HOPELESS
+            why = self.why if is_lost else f"no task is known to have lost its state, and {NO_SNAPSHOTS}"
+            return self._settle(Failure("TaskLost", f"the lost state is not restored: {why}"))
         if away := [task for task in self._directory.holders() if self._members.connections().get(task) is None]:
             # From the time of a leave on, also if the steps that wait fail later.
             return self._blocked(at_s, self._snapshots.since_s if is_held else at_s, AWAY, away)

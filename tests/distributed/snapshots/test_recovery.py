@@ -222,10 +222,12 @@ def test_without_snapshots_there_is_no_recovery() -> None:
     for _ in range(3):
         tasks.snapshot()
     assert not any(tasks.disk.values())
+    start, end = "the lost state is not restored: ", "no snapshots are made: start the cluster with --snapshots DIR"
+    tasks.ask(AwaitRecovery(WORKER))
+    assert tasks.refusal(tasks.asks) == f"{start}no task is known to have lost its state, and {end}"
     tasks.start_again(PS[0])
     tasks.ask(AwaitRecovery(WORKER))
-    text = "the lost state is not restored: no snapshots are made: start the cluster with --snapshots DIR"
-    assert tasks.refusal(tasks.asks) == text
+    assert tasks.refusal(tasks.asks) == start + end
 
 
 def test_state_lost_before_the_first_snapshot_is_made_again_from_the_beginning() -> None:

@@ -124,7 +124,11 @@ def test_fewer_parameter_tasks_are_refused_before_training() -> None:
         tasks.join(task)
     tasks.tick(tasks.settings.heartbeat_timeout_s)
     tasks.ask(JOINING)
-    assert tasks.refusal(tasks.asks).endswith("snapshot 1 has state of ps:1: expect as many tasks as it was made with")
+    text = "snapshot 1 has state of ps:1: expect as many tasks as it was made with"
+    assert tasks.refusal(tasks.asks).endswith(text)
+    for task in (WORKER, PS[0]):
+        tasks.start_again(task)
+    assert sum(text in line for line in tasks.log) == 1, "a join cannot change that"
 
 
 def test_without_a_complete_snapshot_the_job_starts_from_the_beginning() -> None:
