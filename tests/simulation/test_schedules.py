@@ -13,14 +13,7 @@ from tests.effort import examples
 from tests.simulation import steps_program, tasks
 from tests.simulation.checks import HOLDER_S
 from tests.simulation.fault_schedule import FaultSchedule, simulate
-from tests.simulation.faults import (
-    COORDINATOR,
-    Faults,
-    Outage,
-    drawn_faults,
-    parse_faults,
-    with_drawn_losses,
-)
+from tests.simulation.faults import COORDINATOR, Faults, Outage, drawn_faults, parse_faults, with_drawn_losses
 from tests.simulation.programs import PROGRAMS, ROUND_SNAPSHOTS, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
 
 #: The simulated code hardly depends on the versions of Python and JAX.

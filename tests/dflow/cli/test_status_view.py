@@ -5,14 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from dflow.cli.closing_summary import closing_summary
-from dflow.cli.status_view import (
-    Closing,
-    LoggedView,
-    PlainView,
-    closing_tables,
-    launch_view,
-    progress_line,
-)
+from dflow.cli.status_view import Closing, LoggedView, PlainView, closing_tables, launch_view, progress_line
 from dflow.cli.tables import size_text
 from dflow.dashboard.looks import StepRate, type_text
 from dflow.dashboard.traffic import grouped_traffic

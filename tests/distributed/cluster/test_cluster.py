@@ -19,10 +19,7 @@ from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster
-from dflow.tracing.errors import (
-    DeadlineExceeded,
-    RemoteError,
-)
+from dflow.tracing.errors import DeadlineExceeded, RemoteError
 
 SOON = ClusterSettings(join_timeout_s=0.2, request_timeout_s=30.0, step_timeout_s=30.0)
 

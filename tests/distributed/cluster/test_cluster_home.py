@@ -15,11 +15,7 @@ import pytest
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
-from dflow.tracing.errors import (
-    DeviceError,
-    VariableError,
-    VariableShapeError,
-)
+from dflow.tracing.errors import DeviceError, VariableError, VariableShapeError
 from dflow.tracing.ir.updates import KINDS
 from tests.user_line import line_of
 

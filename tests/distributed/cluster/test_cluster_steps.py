@@ -19,13 +19,7 @@ from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import (
-    DeadlineExceeded,
-    DeviceError,
-    RemoteError,
-    TaskLost,
-    VariableError,
-)
+from dflow.tracing.errors import DeadlineExceeded, DeviceError, RemoteError, TaskLost, VariableError
 from tests.distributed.waiting import until
 from tests.user_line import line_of
 

@@ -22,13 +22,7 @@ from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Roster
 from dflow.distributed.wire.messages.status import GetStatus
-from dflow.tracing.errors import (
-    DeadlineExceeded,
-    InternalError,
-    SecurityError,
-    TaskLost,
-    TransportClosed,
-)
+from dflow.tracing.errors import DeadlineExceeded, InternalError, SecurityError, TaskLost, TransportClosed
 from tests.distributed import waiting
 from tests.distributed.coordinator.handled_events import handled_events
 from tests.manual_clock import ManualClock

@@ -22,14 +22,7 @@ from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import PlaceVariable, Unplace
-from dflow.distributed.wire.messages.roster import (
-    Announcement,
-    EdgeTraffic,
-    Heartbeat,
-    Join,
-    Leave,
-    RosterChange,
-)
+from dflow.distributed.wire.messages.roster import Announcement, EdgeTraffic, Heartbeat, Join, Leave, RosterChange
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
 from dflow.distributed.wire.messages.variables import ReadVariables
 

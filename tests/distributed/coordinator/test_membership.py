@@ -13,12 +13,7 @@ from dflow.distributed.coordinator.coordinator_events import Broadcast, Disconne
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.coordinator.membership import PUBLISH_AT_ONCE, Membership, MembershipCommand, ReleaseTask
 from dflow.distributed.wire.messages.basic import Failure
-from dflow.distributed.wire.messages.roster import (
-    Join,
-    Roster,
-    RosterChange,
-    changed_roster,
-)
+from dflow.distributed.wire.messages.roster import Join, Roster, RosterChange, changed_roster
 from tests.effort import examples
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"

@@ -17,13 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import dflow
 from dflow.distributed.cluster.joined_server import task_metrics
 from dflow.distributed.coordinator_role import make_coordinator
-from dflow.distributed.observe.metrics import (
-    MOST_NAMED,
-    MetricsEndpoint,
-    bounded,
-    coordinator_metrics,
-    metrics_address,
-)
+from dflow.distributed.observe.metrics import MOST_NAMED, MetricsEndpoint, bounded, coordinator_metrics, metrics_address
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import ConfigError, VariableError

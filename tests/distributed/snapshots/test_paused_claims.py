@@ -11,11 +11,7 @@ from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, C
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.durable_records import apply_changes
 from dflow.distributed.coordinator_role import make_coordinator_state
-from dflow.distributed.snapshots.pause_messages import (
-    HoldSteps,
-    PauseSteps,
-    StepsHeld,
-)
+from dflow.distributed.snapshots.pause_messages import HoldSteps, PauseSteps, StepsHeld
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Join, Leave

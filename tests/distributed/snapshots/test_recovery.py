@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.coordinator.coordinator_events import (
-    PeerClosed,
-)
+from dflow.distributed.coordinator.coordinator_events import PeerClosed
 from dflow.distributed.snapshots.cluster_snapshots import CAPTURE_S, ClusterSnapshots, SnapshotPhase
 from dflow.distributed.snapshots.pause_messages import PauseSteps
 from dflow.distributed.snapshots.recovery import LOAD_S, NOTICE_S, RETURN_S

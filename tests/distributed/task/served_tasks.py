@@ -14,12 +14,7 @@ from dflow.distributed.wire.codec import decode_arrays, encode_array
 from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Introduce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
-from dflow.distributed.wire.messages.variables import (
-    CreateVariable,
-    CreateVariables,
-    ReadVariables,
-    VariablesCreated,
-)
+from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ReadVariables, VariablesCreated
 from tests.distributed.transports import DEADLINE_S, Kind, Recorder, reach
 
 PS, WORKER, OTHER = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"

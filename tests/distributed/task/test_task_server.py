@@ -20,24 +20,11 @@ from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, Ta
 from dflow.distributed.wire.messages.plans import CancelStep, RegisterPlan, RunPlan
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.distributed.wire.messages.status import GetStatus
-from dflow.distributed.wire.messages.variables import (
-    ForgetState,
-    ReadVariables,
-    WriteVariable,
-)
+from dflow.distributed.wire.messages.variables import ForgetState, ReadVariables, WriteVariable
 from dflow.tracing import errors
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.resource_op import ResourceOp
-from tests.distributed.task.served_tasks import (
-    CLIENT,
-    ONES,
-    WORKER,
-    Cluster,
-    create,
-    creation,
-    read,
-    roster,
-)
+from tests.distributed.task.served_tasks import CLIENT, ONES, WORKER, Cluster, create, creation, read, roster
 from tests.distributed.transports import DEADLINE_S, Recorder, reach
 
 REFUSED: list[tuple[Message, Callable[[], bytes], type[Exception], str]] = [

@@ -20,25 +20,13 @@ from dflow.distributed.wire.messages.plans import CancelStep, Registered, Regist
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.wire.messages.transfers import Values
-from dflow.distributed.wire.messages.variables import (
-    ReadVariables,
-)
+from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.lowering.programs.program import export_program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing import errors
 from dflow.tracing.ir.types import ArrayType
-from tests.distributed.task.served_tasks import (
-    CLIENT,
-    ONES,
-    PS,
-    WORKER,
-    Cluster,
-    MakeCluster,
-    create,
-    read,
-    roster,
-)
+from tests.distributed.task.served_tasks import CLIENT, ONES, PS, WORKER, Cluster, MakeCluster, create, read, roster
 from tests.distributed.transports import DEADLINE_S
 from tests.distributed.waiting import until
 from tests.lowering.flat_programs import flat_program

@@ -17,13 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.lowering.files import array_files, array_manifest, atomic_directory
-from dflow.lowering.files.array_files import (
-    MANIFEST,
-    make_paths,
-    read_arrays,
-    write_manifest,
-    write_parts,
-)
+from dflow.lowering.files.array_files import MANIFEST, make_paths, read_arrays, write_manifest, write_parts
 from dflow.lowering.files.whole_arrays import own_copy
 from dflow.tracing.errors import CheckpointError, CheckpointExists, NoCheckpoint
 from tests.effort import examples

@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 
 from dflow.lowering.files.array_files import fill_folder, read_arrays
 from dflow.lowering.files.array_manifest import MANIFEST
-from dflow.lowering.files.object_folder import (
-    remove_whole_objects,
-    set_objects_aside,
-    tidy,
-    whole_objects,
-)
+from dflow.lowering.files.object_folder import remove_whole_objects, set_objects_aside, tidy, whole_objects
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.tracing.errors import CheckpointError, CheckpointExists, NoCheckpoint
 from tests.effort import examples

@@ -4,12 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.security.identity import (
-    Identity,
-    identities_of,
-    parse_identity,
-    require_admitted,
-)
+from dflow.distributed.transport.security.identity import Identity, identities_of, parse_identity, require_admitted
 from dflow.tracing.errors import SecurityError
 
 JOBS = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,8}", fullmatch=True)
