@@ -1,33 +1,34 @@
 """Functions with their variables, and the directory that holds them: an export, or what was loaded from one.
 
-Under `AllReduce` one process writes the values that every process has whole, and the others wait for it. Of a value in
-parts on several processes, each process writes its own parts (`group_saving`).
+The values are written as by `dflow.save`: a task writes those of its variables itself. Under `AllReduce` one process
+writes the values that every process has whole, and the others wait for it. Of a value in parts on several processes,
+each process writes its own parts (`group_saving`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.exporting.export_format import MANIFEST, VARIABLES, begin, finish
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature, listing
-from dflow.lowering.files.array_files import divided, write_parts
 from dflow.lowering.files.atomic_directory import whole_folder
 from dflow.lowering.files.locations import location_of
 from dflow.lowering.files.object_path import Location, ObjectPath
-from dflow.lowering.files.whole_arrays import whole_here
-from dflow.state_backends import by_backend
+from dflow.lowering.state_backend import indices_of
 from dflow.tracing.errors import ExportError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.moments import reach
 from dflow.tracing.state.resources import Variable
 from dflow.training.group_saving import channel_of, check_seen, group_of, is_divided, save_together, saved_once
+from dflow.training.named_arrays import NamedArray
+from dflow.training.saving import captured_values
 
 
 @dataclass(repr=False, eq=False)
@@ -53,9 +54,10 @@ class SavableFunctions:
     def save(self, path: Any, *, overwrite: bool = False) -> Path:
         """Write a directory for `dflow.load`, with the current values of the variables; return its path.
 
-        The directory appears complete or not at all. Variables of `AllReduce` are saved as by `dflow.save`: by all
-        workers, or by worker 0 alone if each has whole values. Raises CheckpointExists if `path` exists; but with
-        `overwrite=True`, an existing export is replaced. Raises ExportError for a URL of an object store.
+        The directory appears complete or not at all. Variables are saved as by `dflow.save`: those on tasks by the
+        tasks, which need a path that all of them see; of `AllReduce` by all workers, or by worker 0 alone if each has
+        whole values. Raises CheckpointExists if `path` exists; but with `overwrite=True`, an existing export is
+        replaced. Raises ExportError for a URL of an object store; CheckpointError if a task sees another folder.
         """
         location = location_of(os.fsdecode(path))
         if not isinstance(location, Path):
@@ -64,18 +66,16 @@ class SavableFunctions:
         what = f"the export to {str(location)!r}"
         folder = whole_folder(location, marker=MANIFEST, overwrite=overwrite)
         is_together = any(map(is_divided, self.variables.values()))
-
-        def write() -> None:
-            own = group if is_together else None
-            values = self._values(own)
+        named = self._named()
+        with ExitStack() as stack:
+            save_by = stack.enter_context(saved_once(None if is_together else group, what))
+            write = stack.enter_context(captured_values(named, group))
 
             def write_values(path: Location, paths: Mapping[str, str]) -> None:
-                write_parts(path / VARIABLES, values, paths)
+                write(path, {name: f"{VARIABLES}/{place}" for name, place in paths.items()})
 
-            save_together(own, what, channel_of(what), folder, self._begin, write_values, self._finish)
-
-        with saved_once(None if is_together else group, what) as save_by:
-            save_by(write)
+            own = group if is_together else None
+            save_by(lambda: save_together(own, what, channel_of(what), folder, self._begin, write_values, self._finish))
         if group is not None:
             check_seen(location)
         return location
@@ -114,38 +114,22 @@ class SavableFunctions:
         reach("export")
         finish(_local(folder), self._manifest, self._types(), paths, self._constants)
 
-    def _arrays(self) -> dict[str, list[str]]:
-        """Return the names of the variables of each stored array."""
+    def _named(self) -> dict[str, NamedArray]:
+        """Return the stored arrays, each with its variables."""
         divided_ones = {array: [*parts] for array, parts in self._manifest.parts().items()}
         parts = {name for names in divided_ones.values() for name in names}
-        return {name: [name] for name in self.variables if name not in parts} | divided_ones
+        named = {name: NamedArray((held,), name) for name, held in self.variables.items() if name not in parts}
+        for array, names in divided_ones.items():
+            held = sorted((self.variables[name] for name in names), key=lambda one: indices_of(one).start)
+            _refuse_divided(array, held)
+            named[array] = NamedArray(tuple(held), array)
+        return named
 
     def _types(self) -> dict[str, ArrayType]:
-        types = {array: self.variables[names[0]].type.strong for array, names in self._arrays().items()}
-        for array, parts in self._manifest.parts().items():
-            types[array] = replace(types[array], shape=tuple(next(iter(parts.values())).shape))
-        return types
-
-    def _values(self, group: ProcessGroup | None) -> dict[str, Any]:
-        """Return the arrays that this process writes, with the values of one moment."""
-        parts, arrays = self._manifest.parts(), self._arrays()
-        for array in parts:
-            _refuse_divided(array, [self.variables[name] for name in arrays[array]])
-        if group is not None and group.rank > 0:
-            arrays = {array: names for array, names in arrays.items() if is_divided(self.variables[names[0]])}
-        names = [name for held in arrays.values() for name in held]
-        values: dict[str, Any] = {}
-        for backend, here in by_backend({name: self.variables[name] for name in names}).items():
-            values.update(zip(here, backend.read_together([*here.values()]), strict=True))
+        parts = self._manifest.parts()  # a shard without the others is an array of its own
         return {
-            array: values[array]
-            if array not in parts
-            else divided(
-                self._types()[array],
-                [part.indices for part in parts[array].values()],
-                [whole_here(values[name]) for name in parts[array]],
-            )
-            for array in arrays
+            name: (entry.type if name in parts else entry.variables[0].type).strong
+            for name, entry in self._named().items()
         }
 
 

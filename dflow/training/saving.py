@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.lowering.files.array_files import make_paths, write_manifest
 from dflow.lowering.files.locations import location_of
 from dflow.lowering.files.object_path import Location, ObjectPath
@@ -31,6 +32,7 @@ from dflow.tracing.moments import reach
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.state.resources import Variable
 from dflow.training.group_saving import (
+    WriteParts,
     channel_of,
     check_seen,
     group_of,
@@ -125,19 +127,12 @@ def captured(
     types = {name: entry.type.strong for name, entry in named.items()}
     group = group_of(variables_of(named))
     is_together = any(map(is_divided, variables_of(named)))
-    mine = named
-    if group is not None and group.rank > 0:  # rank 0 writes whole arrays, what it has alone, and what tasks have
-        mine = {name: entry for name, entry in named.items() if any(map(is_divided, entry.variables))}
     with ExitStack() as stack:
         save_by = stack.enter_context(saved_once(None if is_together else group, what, timeout_s))
-        parts = [stack.enter_context(backend.capturing(here)) for backend, here in arrays_by_backend(mine).items()]
+        write_all = stack.enter_context(captured_values(named, group))
 
         def make(folder: Location) -> dict[str, str]:
             return make_paths(folder, types, is_tree=is_tree)
-
-        def write_all(folder: Location, paths: Mapping[str, str]) -> None:
-            for write_part in parts:
-                write_part(folder, paths)
 
         def write(opened: AbstractContextManager[Location], metadata: Mapping[str, Any]) -> None:
             reach("save")
@@ -149,6 +144,25 @@ def captured(
             save_by(lambda: save_together(own, what, on, opened, make, write_all, finish, timeout_s))
 
         yield write
+
+
+@contextmanager
+def captured_values(named: Mapping[str, NamedArray], group: ProcessGroup | None) -> Iterator[WriteParts]:
+    """Take the values at one moment that this process writes, or tasks for it; the context gives the function for it.
+
+    group  the processes that have the variables together, as of `group_of`
+    """
+    mine = named
+    if group is not None and group.rank > 0:  # rank 0 writes whole arrays, what it has alone, and what tasks have
+        mine = {name: entry for name, entry in named.items() if any(map(is_divided, entry.variables))}
+    with ExitStack() as stack:
+        parts = [stack.enter_context(backend.capturing(here)) for backend, here in arrays_by_backend(mine).items()]
+
+        def write_all(folder: Location, paths: Mapping[str, str]) -> None:
+            for write_part in parts:
+                write_part(folder, paths)
+
+        yield write_all
 
 
 def _values(named: Mapping[str, NamedArray]) -> dict[str, Any]:
