@@ -17,7 +17,6 @@ from dflow.tables.embedding import Embedding
 from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tables.softmax import sampled_softmax_cross_entropy, softmax_cross_entropy
 from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
-from dflow.tables.wide_ids import WideIds, wide_ids
 from dflow.tracing.derivatives.autodiff import UnreadVariableWarning, grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.derivatives.loops import while_loop
 from dflow.tracing.errors import (
@@ -62,6 +61,7 @@ from dflow.tracing.state.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, 
 from dflow.tracing.state.resources import Variable, is_variable, name, read
 from dflow.tracing.state.variable_trees import assign, trainable_variables, variables
 from dflow.tracing.state.wire import wire
+from dflow.tracing.wide_ids import WideIds, wide_ids
 from dflow.trainer.callbacks import Callback, EarlyStopping
 from dflow.trainer.evaluation import evaluate
 from dflow.trainer.trainer import Trainer, TrainingResult

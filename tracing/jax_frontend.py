@@ -19,6 +19,7 @@ derivatives let them through. Names taken from `jax._src`, each with the public 
 - a call of a compiled function for types without a program: `jax.jit` compiles it immediately, and has no hook;
 - the traces that are alive: no public form;
 - a second array over the same buffers: the public forms commit it to its device;
+- the argument that a traced value comes from: only messages of errors have it;
 - the table of lowerings and the PRNG implementations, to read a graph's text: `jax.extend` lists part of the
   primitives, and no implementation.
 """
@@ -29,6 +30,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -601,6 +603,13 @@ _disable_jit, _debug_nans, _debug_infs = jax_config.disable_jit, jax_config.debu
 
 #: Classes of arguments without 64-bit numbers of NumPy: JAX's arrays, and Python's own numbers, which JAX checks.
 NARROW_ARGUMENTS: frozenset[type[Any]] = frozenset({ArrayImpl, bool, int, float, complex, str, type(None)})
+
+
+def argument_of(array: Any) -> str | None:
+    """Return the argument, as an expression, that a traced array is or was computed from; None if it is not one."""
+    told = array._origin_msg() if isinstance(array, jax.core.Tracer) else ""
+    found = re.search(r"depends on the value of the argument (\S+)\.", told)
+    return found and found[1]
 
 
 def keeps_64_bits() -> bool:

@@ -23,8 +23,7 @@ _OF_PYTHON = np.iinfo(np.int32)
 _OF_INTEGERS = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32)}
 
 _WIDER = (
-    "set jax.config.update('jax_enable_x64', True), or give ids for a table with a vocabulary as "
-    "dflow.wide_ids(ids), or"
+    "set jax.config.update('jax_enable_x64', True), or look ids up in a table with a vocabulary, dflow.Vocabulary(), or"
 )
 
 #: Place and value of the first number that is lost, and how many others are.
@@ -83,6 +82,11 @@ def is_wide(value: Any) -> bool:
     if type(value) is int:
         return not _OF_PYTHON.min <= value <= _OF_PYTHON.max
     return isinstance(value, _NUMPY) and value.dtype.itemsize >= _WIDE and value.dtype.kind in "iufc"
+
+
+def is_lost(value: Any) -> bool:
+    """Whether JAX would change an integer of a NumPy array of 64-bit numbers, or make a float an infinity."""
+    return _first_lost(np.asarray(value)) is not None
 
 
 def _check(value: Any, what: str | Callable[[], str], within: tuple[int, ...] = ()) -> None:

@@ -86,8 +86,8 @@ _OF_LIBRARIES = {
     **dict.fromkeys(("pandas", "pyarrow", "polars", "h5py"), _TABLES),
     "scipy": "  make it dense: step(matrix.toarray())",
     "numpy": (
-        "  JAX has no strings: give ids of strings to a table with a vocabulary as step(dflow.wide_ids(ids)), and\n"
-        "  leave other strings out of the batch"
+        "  give the step arrays of numbers, or of strings for a table with a vocabulary: for instance times as one of\n"
+        "  its integers, times.astype(numpy.int64)"
     ),
 }
 

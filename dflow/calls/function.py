@@ -34,6 +34,15 @@ from dflow.calls.stages import TracedFunction
 from dflow.calls.static_arguments import static_arguments
 from dflow.calls.trace_log import TraceLog
 from dflow.distributed.training.applying import inlines_calls
+from dflow.tracing.argument_ids import (
+    GivenIds,
+    is_list_of_strings,
+    is_taken,
+    naming_ids,
+    refuse_ids,
+    remember,
+    with_ids,
+)
 from dflow.tracing.derivatives.border import Border
 from dflow.tracing.derivatives.discharge import State, evaluate
 from dflow.tracing.derivatives.one_device import on_one_device
@@ -57,7 +66,7 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.jaxprs.attributes import repr_of
 from dflow.tracing.jaxprs.leaks import watched_for_leaks
 from dflow.tracing.jaxprs.trace import argument_names
-from dflow.tracing.number_range import check_numbers, is_wide, refusal_of_integers
+from dflow.tracing.number_range import refusal_of_integers
 from dflow.tracing.primitives.id_checks import failed_check
 from dflow.tracing.source import caller
 from dflow.tracing.state.resources import Variable, is_variable
@@ -101,7 +110,9 @@ class Function(Generic[P, R]):
             named: Any = kwargs
             for value in (*args, *kwargs.values()) if kwargs else args:
                 if type(value) not in NARROW_ARGUMENTS:
-                    given, named = self._checked(args, kwargs)
+                    given, named, ids = self._checked(args, kwargs)
+                    if ids is not None:
+                        return self._called_with_ids(given, named, ids)
                     break
             if not runs_plainly():
                 return self._called_otherwise(args, kwargs)
@@ -137,9 +148,10 @@ class Function(Generic[P, R]):
     @hides_frames
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Like `jax.jit`'s `trace`."""
-        given, named = self._with_handles(args, kwargs)
+        given, named, ids = self._with_ids(args, kwargs)
+        given, named = self._with_handles(given, named)
         try:
-            with watched_for_leaks():
+            with watched_for_leaks(), naming_ids(ids or ()):
                 stage = self._planner.trace(given, named)
         except OverflowError:
             if (refused := self._refused_integer(args, kwargs)) is not None:
@@ -197,13 +209,13 @@ class Function(Generic[P, R]):
         log = TraceLog(getattr(self, "__name__", type(fn).__name__), code, caller())
         return SharedTraces(static_arguments(self._jitted), log)
 
-    def _checked(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments for JAX, with handles in place of variables.
+    def _checked(self, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[GivenIds] | None]:
+        """Return the arguments for JAX, with handles in place of variables; or with ids, and these ids.
 
-        Raises InputError for integers of NumPy that JAX would change, and warns for such floats. Raises VariableError
-        for a static variable: JAX compares static arguments by `==`, which is by value.
+        See `with_ids`. Raises VariableError for a static variable: JAX compares static arguments by `==`, which is by
+        value.
         """
-        static = self._static
+        static, given = self._static, []
         if static.positions or static.names:
             given = [*(args[position] for position in static.among(args)), *(kwargs.get(name) for name in static.names)]
             for variable in filter(is_variable, given):
@@ -212,11 +224,40 @@ class Function(Generic[P, R]):
                     "leave it out of static_argnums and static_argnames: a variable that is passed stays a variable",
                 )
         leaves = jax.tree_util.tree_leaves((args, kwargs) if kwargs else args)
-        if NARROW_ARGUMENTS.issuperset(map(type, leaves)):
-            return args, kwargs
-        if any(map(is_wide, leaves)):
-            check_numbers(*self._leaves_and_names(args, kwargs))
-        return self._with_handles(args, kwargs) if Variable in map(type, leaves) else (args, kwargs)
+        types = [*map(type, leaves)]
+        kinds = set(types)
+        # A string that is not static is in a list of them: JAX takes no other.
+        if kinds <= NARROW_ARGUMENTS and (str not in kinds or types.count(str) == [*map(type, given)].count(str)):
+            return args, kwargs, None
+        if given:
+            leaves = static.leaves(args, kwargs)
+        if self._planner.shared.known_ids or not all(map(is_taken, leaves)):
+            given, named, ids = self._with_ids(args, kwargs)
+            if ids is not None:
+                return given, named, ids
+        return *(self._with_handles(args, kwargs) if Variable in kinds else (args, kwargs)), None
+
+    def _with_ids(self, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[GivenIds] | None]:
+        """Return the arguments with ids, see `with_ids`, and the ids; None for these if no argument has changed."""
+        *traced, static = self._static.split(args, kwargs)
+
+        def names() -> Sequence[str]:
+            found = argument_names(self.fn, args, kwargs, self._static.test_of(args), is_list_of_strings)
+            return [f"argument {name!r}" for name in found]
+
+        (given, named), ids = with_ids(tuple(traced), names, self._planner.shared.known_ids)
+        if ids is None:
+            return args, kwargs, None
+        return *(self._static.joined(args, kwargs)(given, named) if static else (given, named)), ids
+
+    def _called_with_ids(self, given: Any, named: Any, ids: Sequence[GivenIds]) -> R:
+        """Call the function for arguments that have ids."""
+        with naming_ids(ids):
+            result = self(*given, **named)
+            if is_tracing() or jit_disabled():
+                refuse_ids(result)
+        remember(ids, self._planner.shared.known_ids)
+        return result
 
     def _refused_integer(self, args: Any, kwargs: Any) -> Exception | None:
         """Return the error about the argument, an integer of Python, that made JAX raise OverflowError."""
@@ -297,7 +338,8 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     raises   TypeError for an option that `jax.jit` does not have; calls of a function with state raise DflowError
              for `device`, or for a `backend` other than the default
     Returns a `Function`, or a decorator if `fn` is omitted. `fn` is traced once for each structure and type of its
-    arguments. The effects on one variable happen in program order.
+    arguments. The effects on one variable happen in program order. Arguments may have ids as they are, for tables with
+    a vocabulary: strings, and integers of 64 bits. Other uses of these raise InputError.
     """
     if fn is None:
         return lambda function: jit(function, **options)

@@ -34,6 +34,7 @@ from dflow.lowering.passes.base import Observer
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.program_watch import RunCall, WatchedProgram, program_watch, watched
 from dflow.state_backends import LOCAL, home_of
+from dflow.tracing.argument_ids import refuse_ids_of
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.types import array_type_of
@@ -103,6 +104,8 @@ class Planner:
             advise(error)
             raise
         if jaxpr not in shared.jaxprs:
+            if not is_tracing():
+                refuse_ids_of(stage.out_tree)
             shared.jaxprs.add(jaxpr)
             if touches_state(jaxpr.effects):
                 shared.touches_state(self.fn)

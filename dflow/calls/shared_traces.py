@@ -18,6 +18,7 @@ from typing import Any
 from dflow.calls.plans import Plans
 from dflow.calls.static_arguments import StaticArguments
 from dflow.calls.trace_log import TraceLog
+from dflow.tracing.argument_ids import KnownIds
 from dflow.tracing.jax_frontend import Handle, jit_options
 from dflow.tracing.jaxprs.reachable import reachable
 from dflow.tracing.weak_by_identity import WeakDict
@@ -46,6 +47,8 @@ class SharedTraces:
     returns_variables: bool = False
     state: list[Handle] | None = None
     has_state: bool = False
+    #: The arguments that were integers beyond 32 bits in a call, and are ids in later ones.
+    known_ids: KnownIds = field(default_factory=set)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def traced(self, closed: Any) -> None:

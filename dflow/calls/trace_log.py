@@ -20,6 +20,7 @@ from dflow.tracing.jax_frontend import abstract, is_array_type, is_resource
 from dflow.tracing.jaxprs.attributes import repr_of
 from dflow.tracing.jaxprs.trace import argument_names
 from dflow.tracing.source import Loc, warn_at
+from dflow.tracing.wide_ids import IntegerIds, StringIds
 
 #: Number of traces with changed arguments after which a function is warned about, once.
 WARN_AFTER = 6
@@ -214,12 +215,18 @@ def described(
     texts = [
         _described(leaf, is_static(position))
         for position, argument in arguments
-        for leaf in jax.tree_util.tree_leaves(argument, is_leaf=is_resource)
+        for leaf in jax.tree_util.tree_leaves(argument, is_leaf=_is_leaf)
     ]
-    return dict(zip(argument_names(fn, args, kwargs, is_leaf=is_resource), texts, strict=True))
+    return dict(zip(argument_names(fn, args, kwargs, is_leaf=_is_leaf), texts, strict=True))
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_resource(value) or isinstance(value, StringIds | IntegerIds)
 
 
 def _described(leaf: Any, is_static: bool) -> str:
+    if isinstance(leaf, StringIds | IntegerIds):
+        return f"{'strings' if isinstance(leaf, StringIds) else 'i64'}[{','.join(map(str, leaf.shape))}]"
     if not is_resource(leaf) and not is_static:
         aval = abstract(leaf)
         return str(type_of_aval(aval) if is_array_type(aval) else aval)

@@ -108,8 +108,8 @@ class Embedding(ShardedVariable):
         `rows` - 1, which it names; VariableShapeError for ids that are no integers. An exported function gives NaN for
         such an id, and names it in an additional result: `dflow.load` and `dflow serve` then raise the same error.
 
-        With a vocabulary, `ids` is the result of `find` in a step that trains the table; elsewhere `WideIds`, NumPy's
-        integers or strings. An id without a row of its own has the one that its bucket shares.
+        With a vocabulary, `ids` is the result of `find` in a step that trains the table; elsewhere ids as `find` takes
+        them. An id without a row of its own has the one that its bucket shares.
         """
         with own_scope("lookup", self.name):
             if self.vocabulary is not None:
@@ -127,7 +127,8 @@ class Embedding(ShardedVariable):
     def find(self, ids: Any) -> FoundIds:
         """Find the rows of ids, to look them up in a step that trains the table: `table(found)`, `table.bag(found)`.
 
-        ids     `WideIds`, NumPy's integers or strings, of any shape
+        ids     integers or strings of any shape: arrays of NumPy, lists, columns, arguments of a `dflow.jit` function,
+                or `WideIds`
         raises  VariableError for a table without a vocabulary; InputError as `wide_ids` does
 
         Nothing changes here. Give the result to the optimizer with the gradients, which are those of these rows:

@@ -20,7 +20,6 @@ from dflow.tables.initial_part import BLOCK_BYTES, largest
 from dflow.tables.shard_vocabulary import BLOCK, ShardVocabulary, first_ledger
 from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
-from dflow.tables.wide_ids import WideIds, wide_ids_of
 from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.own_scopes import own_scope
@@ -32,6 +31,7 @@ from dflow.tracing.rows.slices import sliced_at
 from dflow.tracing.source import as_code, caller
 from dflow.tracing.state.context import spread_here
 from dflow.tracing.state.resources import Variable, name
+from dflow.tracing.wide_ids import IdsAreNoNumbers, WideIds, wide_ids_of
 
 LOGGER = logging.getLogger("dflow")
 #: Share of ids without a row of their own that a table with enough room has at most.
@@ -104,7 +104,10 @@ def shape_of_ids(ids: Any) -> tuple[int, ...]:
 
 def refuse_found(ids: Any, table: str) -> None:
     """Raise InputError for ids that a table without a vocabulary does not take."""
-    if isinstance(ids, FoundIds | WideIds):
+    if isinstance(ids, WideIds):
+        way_out = f"make table {table!r} with vocabulary=dflow.Vocabulary(), or give the numbers of its rows"
+        raise IdsAreNoNumbers(ids, f"a lookup in table {table!r}, which has none", way_out)
+    if isinstance(ids, FoundIds):
         raise InputError(
             f"table {table!r}: expected integers, got {type(ids).__name__}",
             "make the table with vocabulary=dflow.Vocabulary()",

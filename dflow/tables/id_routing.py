@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tables.routing import Route
-from dflow.tables.wide_ids import WideIds, mixed
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.running_sums import running_sums
+from dflow.tracing.wide_ids import WideIds, mixed
 
 
 def route_ids(bounds: Sequence[int], ids: WideIds) -> Route:

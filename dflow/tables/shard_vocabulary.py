@@ -34,7 +34,6 @@ from dflow.calls.function import jit
 from dflow.scopes import colocate_with
 from dflow.tables.id_routing import bucket_of
 from dflow.tables.vocabulary import ShardRows, Vocabulary, VocabularyCounts
-from dflow.tables.wide_ids import mixed
 from dflow.tracing.devices.device import WITH_CALLER, device_scope, with_state
 from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.ir.each_once import mixed_bits
@@ -43,6 +42,7 @@ from dflow.tracing.primitives.running_sums import running_sums
 from dflow.tracing.rows.lookups import RowsFound
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.state.variable_hooks import VariableHooks
+from dflow.tracing.wide_ids import mixed
 
 #: Number of new rows whose initial values are computed together: a step computes as many blocks as it has new ids.
 BLOCK = 64

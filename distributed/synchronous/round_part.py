@@ -36,6 +36,7 @@ from dflow.distributed.training.long_wait import waited_for
 from dflow.distributed.training.strategy import arguments_of
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
+from dflow.tracing.argument_ids import types_of
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, StepCancelled, StrategyError
 from dflow.tracing.jax_frontend import closed_parts, current_trace
@@ -297,9 +298,7 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseG
 
     Raises StrategyError for a step that is no function of `dflow.jit`, or that `_Found.found` refuses.
     """
-    leaves, tree = jax.tree_util.tree_flatten(arguments)
-    # A trace depends on the shapes and dtypes of arrays, and on other leaves themselves.
-    key = dense, tree, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+    key = dense, types_of(arguments)
     looks = _looks.setdefault(step, {})
     if key not in looks:
         if not hasattr(step, "trace"):

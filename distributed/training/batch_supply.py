@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
+from dflow.tracing.argument_ids import is_list_of_strings, with_ids
 from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.errors import StrategyError
+from dflow.tracing.path_names import leaf_names
 
 #: In place of a batch, after the last one.
 END = object()
@@ -79,7 +81,7 @@ class BatchSupply:
             batch, failure = END, None
             try:
                 batch = self._next(number)
-                batch = batch if batch is END else tree_util.tree_map(_owned, batch)
+                batch = batch if batch is END else tree_util.tree_map(_owned, _with_ids(batch))
             except Exception as error:
                 batch, failure = END, error
             self._early.append((number, batch, failure))
@@ -96,6 +98,11 @@ class BatchSupply:
 
     def _next(self, number: int) -> Any:
         return next(self._rest, END) if self._of is None else self._of(number)
+
+
+def _with_ids(batch: Any) -> Any:
+    """Return the batch with ids in place of its strings and wide integers, so that the call has these very arrays."""
+    return with_ids(batch, lambda: leaf_names("run: batches: batch", batch, is_list_of_strings))[0]
 
 
 def _owned(leaf: Any) -> Any:

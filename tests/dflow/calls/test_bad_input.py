@@ -134,7 +134,9 @@ CASES: dict[str, Mistake] = {
         "value, gradients = dflow.value_and_grad(loss, variables)()",
     ),
     "Error interpreting argument": Mistake(
-        lambda made: dflow.jit(lambda ids: ids)(np.array(["one", "two"])), TypeError, "step(dflow.wide_ids(ids))"
+        lambda made: dflow.jit(lambda day: day)(np.array(["2026-01-01"], "datetime64[D]")),
+        TypeError,
+        "times.astype(numpy.int64)",
     ),
     "apply: expected gradients of 1 variables, got a scalar, such as a loss": Mistake(
         lambda made: made.optimizer.apply(made.loss()),

@@ -185,13 +185,11 @@ def test_tensors_of_pytorch_keep_their_memory_and_bits() -> None:
         list(numpy_batches([numbers.to_sparse()]))
 
 
-def test_a_tensor_or_a_string_in_a_step_says_the_remedy() -> None:
+def test_a_tensor_in_a_step_says_the_remedy() -> None:
     torch = pytest.importorskip("torch")
-    step = dflow.jit(lambda batch: batch)
-    for argument, remedy in ((torch.ones(2), r"dflow\.data\.numpy_batches\(loader\)"), (np.array(["a"]), "wide_ids")):
-        with pytest.raises(TypeError) as raised:
-            step(argument)
-        assert any(remedy.replace("\\", "") in note for note in raised.value.__notes__)
+    with pytest.raises(TypeError) as raised:
+        dflow.jit(lambda batch: batch)(torch.ones(2))
+    assert any("dflow.data.numpy_batches(loader)" in note for note in raised.value.__notes__)
 
 
 DATASET = """

@@ -1,0 +1,201 @@
+"""Ids of a batch as they are, strings and integers of 64 bits: the rows that `wide_ids` finds, and uses as numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.testing import memory_cluster
+
+NAMES = [f"user-{number}" for number in range(6)]
+STEPS = 4
+
+
+def arrow(ids: Any) -> Any:
+    return pytest.importorskip("pyarrow").array(ids)
+
+
+def pandas(ids: Any) -> Any:
+    return pytest.importorskip("pandas").Series(ids)
+
+
+#: Ids of six users in the forms that a batch may have.
+FORMS: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
+    "list": lambda users: [NAMES[user] for user in users],
+    "strings": lambda users: np.array([NAMES[user] for user in users]),
+    "objects": lambda users: np.array([NAMES[user].encode() for user in users], object),
+    "arrow": lambda users: arrow([NAMES[user] for user in users]),
+    "pandas": lambda users: pandas(users + 2**40),
+    # Some batches have no number beyond 32 bits.
+    "int64": lambda users: np.where(users > 2, users - 2**40, users) if users[0] else users % 3 - 2,
+    "uint64": lambda users: users.astype(np.uint64) + np.uint64(2**63),
+}
+
+
+class Program:
+    """A table with a vocabulary, and a step that trains it."""
+
+    def __init__(self, place: AbstractContextManager[None], name: str) -> None:
+        with place:
+            self.table = table = dflow.Embedding(64, 2, vocabulary=dflow.Vocabulary(), name=name)
+            optimizer = dflow.Optimizer(optax.sgd(0.1), [table], name=f"{name}/optimizer")
+
+        @dflow.jit
+        def step(batch: Any) -> Any:
+            found = table.find(batch["user"])
+
+            def loss() -> Any:
+                return (table(found).sum(-1) ** 2).sum()
+
+            value, gradients = dflow.value_and_grad(loss, [table])()
+            optimizer.apply(gradients, found=found)
+            return value
+
+        self.step = step
+
+
+def users_of(step: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(step).integers(0, 6, size=5)
+
+
+def expected(form: str) -> tuple[np.ndarray[Any, Any], list[float]]:
+    """Rows of the first batch after training by `wide_ids`, and the losses."""
+    return _expected(form if "64" in form or form == "pandas" else "strings")
+
+
+@cache
+def _expected(form: str) -> tuple[np.ndarray[Any, Any], list[float]]:
+    program = Program(nullcontext(), "users")
+    wide = [dflow.wide_ids(np.asarray(FORMS[form](users_of(step)))) for step in range(STEPS)]
+    losses = [float(program.step({"user": ids})) for ids in wide]
+    return np.asarray(program.table(wide[0])), losses
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_takes_ids_as_they_are(form: str) -> None:
+    rows, losses = expected(form)
+    program = Program(nullcontext(), "users")
+    batches = [{"user": FORMS[form](users_of(step))} for step in range(STEPS)]
+    assert [float(program.step(batch)) for batch in batches] == losses
+    for lookup in (program.table, dflow.jit(program.table)):
+        np.testing.assert_array_equal(lookup(batches[0]["user"]), rows)
+    assert len(program.step.trace_log()) <= 2  # integers: once before the first beyond 32 bits, and once after it
+
+
+STRATEGIES = {
+    "async": dflow.distributed.Async,
+    "ahead": lambda worker: dflow.distributed.Async(worker, prefetch=True, lookahead=True),
+    "sync": dflow.distributed.Sync,
+}
+
+
+@pytest.mark.parametrize(("form", "strategy"), [("list", "sync"), ("list", "ahead"), ("int64", "async")])
+def test_a_strategy_takes_ids_as_they_are(form: str, strategy: str, caplog: Any) -> None:
+    rows, losses = expected(form)
+    batches = [{"user": FORMS[form](users_of(step))} for step in range(STEPS)]
+    with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
+        program = Program(worker.parameter_servers(), "users")
+        run = STRATEGIES[strategy](worker).run(program.step, iter(batches), steps=STEPS)
+        np.testing.assert_allclose([*map(float, run)], losses, rtol=1e-6)
+        np.testing.assert_allclose(program.table(batches[0]["user"]), rows, rtol=1e-6)
+    assert "has no effect" not in caplog.text
+
+
+TABLE = dflow.Embedding(9, 2, vocabulary=dflow.Vocabulary(), name="users_as_they_are")
+PLAIN = dflow.Embedding(9, 2, name="plain_users")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda ids: jax.lax.add(ids, 1),
+        jnp.sum,
+        lambda ids: ids % 9,
+        lambda ids: ids == ids,
+        PLAIN,
+        lambda ids: PLAIN.bag(ids[None]),
+        PLAIN.gather,
+        lambda ids: ids.astype(jnp.int32),
+        lambda ids: {"ids": (ids,)},
+        lambda ids: jnp.concatenate([ids, ids]),
+    ],
+)
+@pytest.mark.parametrize("given", [["a", "b"], np.array([1, 2**40])], ids=["strings", "int64"])
+def test_ids_that_are_used_as_numbers_name_the_argument(use: Any, given: Any) -> None:
+    step = dflow.jit(lambda batch, rate: use(batch["user"]))
+    message = r"argument 'batch/user': expected (strings|integers from|integers of 64)"
+    with pytest.raises(dflow.InputError, match=message) as caught:
+        step({"user": given}, 0.5)
+    assert "test_ids_as_they_are.py:" in str(caught.value)
+    with pytest.raises(dflow.InputError, match=message), dflow.eager():
+        step({"user": given}, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (["a", None], r"argument 'batch/user': .*got None at \(1,\)"),
+        (np.array(["a", np.nan], object), r"argument 'batch/user': .*got nan at \(1,\)"),
+        (np.array([1, np.nan]), r"ids of table 'users_as_they_are': expected integers, got batch\['user'\] of float32"),
+        (["a", 5], r"argument 'batch/user': expected strings alone, got 5"),
+        ([["a"], ["b", "c"]], "argument 'batch/user': expected rows of one length"),
+        (["\ud800"], "argument 'batch/user': expected strings of Unicode"),
+        (np.array([2**70, 1], object), "argument 'batch/user': expected integers of at most 64 bits"),
+    ],
+)
+def test_a_missing_or_wrong_id_names_the_argument(ids: Any, message: str) -> None:
+    with pytest.raises(dflow.InputError, match=message):
+        dflow.jit(lambda batch: TABLE(batch["user"]))({"user": ids})
+
+
+def test_a_missing_value_of_pandas_names_the_argument() -> None:
+    pd = pytest.importorskip("pandas")
+    with pytest.raises(dflow.InputError, match=r"argument 'batch/user': .*got <NA> at \(1,\)"):
+        dflow.jit(lambda batch: TABLE(batch["user"]))({"user": pd.Series(["a", pd.NA], dtype="string")})
+
+
+def test_ids_pass_through_transformations() -> None:
+    rows = np.asarray(TABLE(NAMES))
+    found = dflow.jit(lambda ids: [jax.lax.map(TABLE, ids), jax.vmap(TABLE)(ids), jnp.stack([*map(TABLE, ids)])])(NAMES)
+    np.testing.assert_array_equal(found, [rows] * 3)
+    np.testing.assert_array_equal(dflow.jit(lambda ids: TABLE(ids.reshape(3, 2)))(NAMES), rows.reshape(3, 2, 2))
+
+
+def test_a_trace_names_strings_as_the_argument_that_changed() -> None:
+    step = dflow.jit(lambda ids: TABLE(ids).sum())
+    step(np.arange(3))  # which JAX makes int32
+    step(np.arange(3) + 2**40)
+    step(["a"])
+    assert [record.changes for record in step.trace_log().records][1:] == [
+        ("ids: i32[3] -> i64[3]",),
+        ("ids: i64[3] -> strings[1]",),
+    ]
+
+
+def test_the_id_of_a_string_is_that_of_the_documentation() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "tables.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (?:`\"(.*)\"`|none, as bytes) \| `?([0-9a-f]*)`? ?\| `([0-9a-f]{16})` \| (\d+) \|$", text, re.M
+    )
+    assert len(rows) == 7
+    for string, encoded, digest, id in rows:
+        given = bytes.fromhex(encoded)
+        assert string.encode() in (given, b"")
+        for one in [given, string] if string else [given]:
+            wide = dflow.wide_ids([one])
+            assert (
+                (int(wide.high[0]) << 32 | int(wide.low[0]))
+                == int(id)
+                == int.from_bytes(bytes.fromhex(digest), "little")
+            )
