@@ -33,6 +33,7 @@ import logging
 import re
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -401,17 +402,18 @@ def _raised(error: Exception) -> None:
 _OF_RESULTS = jax_pxla.reflatten_outputs_for_dispatch.__code__
 
 
-def _scope_of_returned(source: str) -> str:
-    """Name of the scope of reads of the resources that a function returned; `source` is as `source_of` tells it."""
-    return f"{PREFIX}returned by {source.replace('/', '.')}"
+#: By identity, the newest variables of jaxprs that are the values of resources that the jaxprs' own functions returned.
+#: A variable of an inlined function becomes another one; nothing else in its equation tells the two apart.
+_RETURNED: OrderedDict[int, Any] = OrderedDict()
+#: Number of these: far more than the traces under way have.
+_MOST_RETURNED = 1 << 16
 
 
 def returned_resources(jaxpr: Jaxpr) -> dict[int, Handle]:
     """The resources that a jaxpr's function returned itself, by index among the results, which are their values."""
     positions = {var: position for position, var in enumerate(jaxpr.outvars) if not is_literal(var)}
     own = [equation for equation in jaxpr.eqns if not positions.keys().isdisjoint(equation.outvars)]
-    scope = _scope_of_returned(source_of(jaxpr))
-    return {positions[e.outvars[0]]: e.params["handle"] for e in own if str(e.source_info.name_stack) == scope}
+    return {positions[e.outvars[0]]: e.params["handle"] for e in own if id(e.outvars[0]) in _RETURNED}
 
 
 def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -463,8 +465,12 @@ def register_leaf(cls: type[Any]) -> None:
         trace = _trace_of_results(sys._getframe(1))
         if trace is None:
             return resource.read()
-        with jax_core.set_current_trace(trace), jax.named_scope(_scope_of_returned(source_of_trace(trace))):
-            return resource.read()
+        with jax_core.set_current_trace(trace):
+            value = resource.read()
+        _RETURNED[id(value.val)] = value.val  # kept alive, so that no other variable gets its identity
+        if len(_RETURNED) > _MOST_RETURNED:
+            _RETURNED.popitem(last=False)
+        return value
 
     def mapped(proceed: Callable[[Any, Any], Any], size: Any, resource: Any, axis: Any) -> Any:
         return resource if axis is None else proceed(resource.read(), axis)

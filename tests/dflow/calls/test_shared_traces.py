@@ -355,6 +355,18 @@ def test_a_variable_that_a_function_of_jax_returned_is_its_value(inline: bool) -
     np.testing.assert_array_equal(x, X)
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["", "traced before"])
+def test_a_variable_that_an_inlined_function_of_the_same_line_returned_is_its_value(before: bool) -> None:
+    v = dflow.Variable(jnp.ones(3), name="v")
+    inner, outer = (lambda: v), (lambda: jax.jit(inner, inline=True)())  # noqa: PLW0108
+    if before:
+        assert dflow.jit(inner)() is v
+    value = dflow.jit(outer)()
+    v.assign(jnp.zeros(3))
+    assert not dflow.is_variable(value)
+    np.testing.assert_array_equal(value, jnp.ones(3))
+
+
 def test_a_variable_that_is_returned_from_within_a_transform_is_itself() -> None:
     v = dflow.Variable(jnp.ones(3), name="v")
     found: list[Any] = []
