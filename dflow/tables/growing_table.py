@@ -26,7 +26,6 @@ from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p
 from dflow.tracing.rows.axis_slice import AxisSlice
-from dflow.tracing.rows.reports import REPORT
 from dflow.tracing.rows.slices import sliced_at
 from dflow.tracing.source import as_code, caller
 from dflow.tracing.state.context import spread_here
@@ -125,9 +124,7 @@ def find(table: ShardedVariable, ids: Any) -> FoundIds:
             f"takes any",
         )
     if is_tracing():
-        found = _find(table, wide)
-        _report_refused(table, found)
-        return found
+        return _find(table, wide)
     compiled: FoundIds = _compiled(_find, table)(wide)
     return compiled
 
@@ -237,28 +234,6 @@ def rows_for(ids: int, bucket: int = 32, share: float = SMALL_SHARE) -> int:
     rows = ids / load
     unit: int = 10 ** max(0, math.floor(math.log10(max(rows, 1))) - 1)
     return int(math.ceil(rows / unit) * unit)
-
-
-def _report_refused(table: ShardedVariable, found: FoundIds) -> None:
-    """Have the step log that the update before it refused ids a row: the first time, and each time that doubles it."""
-    if not found.shards:
-        return
-    called, logged = table.name, 0
-
-    def log(refused: Any) -> None:
-        nonlocal logged
-        if refused >= 2 * logged:
-            logged = int(refused)
-            LOGGER.warning(
-                "table %r: ids were refused a row %d times, and share one, since all rows of its bucket were in use: "
-                "give the table more rows, or its vocabulary a larger bucket",
-                called,
-                logged,
-            )
-
-    refused = sum((shard.refused for shard in found.shards), jnp.uint32(0))
-    with jax.named_scope(REPORT):
-        jax.lax.cond(refused > 0, lambda: jax.debug.callback(log, refused), lambda: None)
 
 
 def _compiled(function: Callable[[ShardedVariable, WideIds], Any], table: ShardedVariable) -> Callable[[WideIds], Any]:

@@ -50,19 +50,28 @@ def route(layout: ShardLayout, numbers: Any) -> Route:
     shard_of = jnp.searchsorted(bounds[1:], positions, side="right", method="compare_all").astype(jnp.int32)
     equal = representatives(inside, is_row)
     is_first = is_row & (equal == jnp.arange(count))
-    ranks, counts = _ranks(shard_of, is_first, divided)
-    room_before = np.cumsum([0, *rooms]).astype(np.int32)
-    cells = jnp.asarray(room_before)[shard_of] + ranks
-    none = room_before[-1]
+    cells, counts = cells_of(shard_of, is_first, rooms)
+    none = int(rooms.sum())
     asked = jnp.asarray(np.repeat(sizes, rooms))
     asked = asked.at[jnp.where(is_first, cells, none)].set(positions - jnp.asarray(bounds)[shard_of], mode="drop")
-    # One value for each shard: it is sent once, with the row numbers.
-    counted = [counts[shard] for shard in range(divided)]
     rows = [
-        first_rows(each, counted[shard], fill=int(sizes[shard]))
-        for shard, each in enumerate(jnp.split(asked, room_before[1:-1]))
+        first_rows(each, counts[shard], fill=int(sizes[shard]))
+        for shard, each in enumerate(jnp.split(asked, np.cumsum(rooms)[:-1]))
     ]
-    return Route(rows, counted, jnp.where(is_row, cells[equal], none))
+    return Route(rows, counts, jnp.where(is_row, cells[equal], none))
+
+
+def cells_of(shard_of: Any, is_first: Any, rooms: Any) -> tuple[Any, list[Any]]:
+    """The cell of each element in the concatenated arrays of all shards, i32[n], and the number of elements of each.
+
+    shard_of  i32[n], the shard that the element goes to
+    is_first  bool[n], a mask of the elements that count; they keep their order within a shard
+    rooms     the size of the array of each shard
+    """
+    ranks, counts = _ranks(shard_of, is_first, len(rooms))
+    room_before = jnp.asarray(np.cumsum([0, *rooms[:-1]]).astype(np.int32))
+    # One value for each shard: it is sent once, with the row numbers.
+    return room_before[shard_of] + ranks, [counts[shard] for shard in range(len(rooms))]
 
 
 def rows_of_each_shard(layout: ShardLayout, numbers: Any) -> list[tuple[Any, Any]]:

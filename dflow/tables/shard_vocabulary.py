@@ -22,6 +22,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -44,19 +45,18 @@ from dflow.tracing.state.resources import Variable
 from dflow.tracing.state.variable_hooks import VariableHooks
 from dflow.tracing.wide_ids import mixed
 
-#: Number of new rows whose initial values are computed together: a step computes as many blocks as it has new ids.
+LOGGER = logging.getLogger("dflow")
+#: Number of new ids that get rows together: a step takes as long for them as there are blocks of these.
 BLOCK = 64
 #: The position of each count in the variable `ledger`, which begins with the clock; a count has its low and high bits.
 _POSITIONS = {name: 1 + 2 * number for number, name in enumerate(VocabularyCounts._fields)}
-#: The position of the time when ids were last refused a row.
-_REFUSED_AT = 1 + 2 * len(_POSITIONS)
 
 _LAST = np.uint32(2**32 - 1)
 
 
 def first_ledger() -> jax.Array:
     """The initial value of the variable `ledger`: the clock at 1, and no counts."""
-    return jnp.zeros(_REFUSED_AT + 1, jnp.uint32).at[0].set(1)
+    return jnp.zeros(1 + 2 * len(_POSITIONS), jnp.uint32).at[0].set(1)
 
 
 class ShardVocabulary(VariableHooks):
@@ -90,6 +90,8 @@ class ShardVocabulary(VariableHooks):
         self._own_buckets = self._row_count // (config.bucket + 1)
         #: The slots of the shard's optimizers, whose rows begin again with those of the shard.
         self._slots: list[weakref.ref[Any]] = []
+        #: Number of refused ids that was last warned of.
+        self._warned_of = 0
 
     def find(self, ids: Any, count: Any) -> ShardRows:
         """Return the rows of ids, u32[n, 2]; the first `count` count."""
@@ -97,13 +99,11 @@ class ShardVocabulary(VariableHooks):
             # The clock is read with the ids, not earlier, though it is known without them.
             _, ledger = jax.lax.optimization_barrier((count, self.ledger.read()))
             clock = ledger[0]
-            refused = jnp.where(ledger[_REFUSED_AT] == clock, ledger[_POSITIONS["overflowed"]], 0)
             (bucket, _), is_id = self._hashed(ids), jnp.arange(ids.shape[0]) < count
-            born = self._by_bucket(self._born, bucket)
-            is_there = self._is_there(ids, bucket) & (born > 0) & (born <= clock)
-            row, shared = self._row(bucket, jnp.argmax(is_there, 1)), self._row(bucket, jnp.int32(self.config.bucket))
-            row = jnp.where(is_there.any(1) & ~self._has_expired(row, clock), row, shared)
-            return ShardRows(ids, count, jnp.where(is_id, row, self._row_count), clock, refused)
+            row = self._row(bucket, self._cell(ids, bucket, clock))
+            shared = self._row(bucket, jnp.int32(self.config.bucket))
+            row = jnp.where(self._has_expired(row, clock), shared, row)
+            return ShardRows(ids, count, jnp.where(is_id, row, self._row_count), clock)
 
     def rows_now(self, looked: ShardRows) -> Any:
         """Return the rows of ids that were found earlier: the shared one for an id that has lost its own, i32[n]."""
@@ -148,22 +148,20 @@ class ShardVocabulary(VariableHooks):
             self._set_clock(clock + 1, _zero_after(found or (), update))
             return self._born.read() <= seen_at
 
+    @jit
     def admit(self, found: Sequence[ShardRows], update: Any = None) -> None:
         """Note the use of ids, and give rows to ids without one: free rows, or rows of other ids."""
+        if not found:  # a lookup of no ids
+            return
         with with_state(), own_scope("admit to", self._shard.name):
             clock = self._clock()
             now = clock + 1 if update is None else clock
             offset = _zero_after(found, update)
-            used = []
-            for one in found:
-                *tied, _ = jax.lax.optimization_barrier((*one, clock))  # as in `begin_update`
-                looked = ShardRows(*tied)
-                used.append(_Used(looked, *self._hashed(looked.ids), jnp.arange(looked.ids.shape[0]) < looked.count))
+            used = self._used([jax.lax.optimization_barrier((*one, clock)) for one in found])  # as in `begin_update`
             counted = dict.fromkeys(VocabularyCounts._fields, jnp.uint32(0))
-            unknown = [self._note_use(each, now, offset, update is not None, counted) for each in used]
-            for each, are_new in zip(used, unknown, strict=True):
-                self._give_rows(each, are_new, now, offset, counted)
-            self._note_counts(counted, now)
+            are_new = self._note_use(used, now, offset, update is not None, counted)
+            offset += jnp.minimum(counted["left_out"].astype(jnp.int32), 0)  # reads too
+            self._note_counts(self._give_rows(used, are_new, now, offset, counted))
 
     @jit
     def restored(self) -> None:
@@ -184,27 +182,41 @@ class ShardVocabulary(VariableHooks):
             return jnp.sum((born > 0) & ~self._is_old(self._seen.read(), self._clock()), dtype=jnp.int32)
 
     def counts(self) -> VocabularyCounts:
-        """The counts of this shard."""
+        """The counts of this shard. Logs a warning if ids were refused rows: the first time, and when twice as many."""
         ledger = np.asarray(self.ledger.read()).astype(object)
-        return VocabularyCounts(
+        found = VocabularyCounts(
             *(int(ledger[position] + (ledger[position + 1] << 32)) for position in _POSITIONS.values())
         )
+        if found.overflowed >= max(1, 2 * self._warned_of):
+            self._warned_of = found.overflowed
+            LOGGER.warning(
+                "table %r: ids were refused a row %d times in one shard, and share one, since all rows of their bucket "
+                "were in use: give the table more rows, or its vocabulary a larger bucket",
+                self._shard.name.rpartition("/")[0],
+                found.overflowed,
+            )
+        return found
+
+    def _used(self, found: Sequence[Sequence[Any]]) -> _Used:
+        """What several lookups found, as that of one; each is a `ShardRows` and another value."""
+        ids, rows = (jnp.concatenate([one[place] for one in found]) for place in (0, 2))
+        clocks = jnp.concatenate([jnp.full(one[2].shape, one[3]) for one in found])
+        is_id = jnp.concatenate([jnp.arange(one[2].shape[0]) < one[1] for one in found])
+        return _Used(ids, *self._hashed(ids), rows, clocks, is_id)
 
     def _note_use(self, used: _Used, now: Any, offset: Any, is_update: bool, counted: dict[str, Any]) -> Any:
         """Note the use of the ids that have rows; return a mask of the others that are to get one."""
-        looked, is_id = used.looked, used.is_id
-        has_own = is_id & (looked.rows % (self.config.bucket + 1) != self.config.bucket)
-        counted["found"] += _number(has_own)
-        counted["shared"] += _number(is_id & ~has_own)
-        born = self._by_bucket(self._born, used.bucket)
-        is_there = self._is_there(looked.ids, used.bucket) & (born > 0)
-        rows = self._row(used.bucket, jnp.argmax(is_there, 1))
-        has_expired = is_there.any(1) & self._has_expired(rows, now - 1)
+        is_id, own = used.is_id, self.config.bucket
+        had_own = is_id & (used.rows % (own + 1) != own)
+        counted["found"] += _number(had_own)
+        counted["shared"] += _number(is_id & ~had_own)
+        cell = self._cell(used.ids, used.bucket)
+        rows = self._row(used.bucket, cell)
+        has_expired = (cell < own) & self._has_expired(rows, now - 1)
         if is_update:
-            cell = jnp.where(has_own, looked.rows % (self.config.bucket + 1), 0)
-            now_born = jnp.take_along_axis(born, cell[:, None], 1)[:, 0]
-            counted["left_out"] += _number(has_own & ((now_born > looked.clock) | has_expired))
-        has_row = is_id & is_there.any(1) & ~has_expired
+            is_other = self._born.read()[jnp.where(had_own, used.rows, 0)] > used.clocks
+            counted["left_out"] += _number(had_own & (is_other | has_expired))
+        has_row = is_id & (cell < own) & ~has_expired
         rows = jnp.where(has_row, rows + offset, self._row_count)
         self._seen.scatter_update(rows, jnp.full(rows.shape, now))
         if "uses" in self.saved:
@@ -213,54 +225,67 @@ class ShardVocabulary(VariableHooks):
         if self.config.admit_after == 1:
             return are_new
         sightings = self.saved["sightings"]
-        sightings.scatter_add(self._counter(used, are_new), jnp.ones(rows.shape, jnp.uint32))
-        seen = sightings.read()[self._counter(used, is_id)]
+        sightings.scatter_add(self._counter(used.bucket, used.hashed, are_new), jnp.ones(rows.shape, jnp.uint32))
+        seen = sightings.read()[self._counter(used.bucket, used.hashed, is_id)]
         return are_new & (seen >= self.config.admit_after)
 
-    def _give_rows(self, used: _Used, are_new: Any, now: Any, offset: Any, counted: dict[str, Any]) -> None:
-        """Give rows to the ids of a mask, as far as their buckets have rows that are free or not in use."""
-        bucket, ids = used.bucket, used.looked.ids
+    def _give_rows(self, used: _Used, are_new: Any, now: Any, offset: Any, counted: dict[str, Any]) -> dict[str, Any]:
+        """Give rows to the ids of a mask in their order, as far as their buckets have rows that are free or not in use.
+
+        Returns `counted` with the numbers of these.
+
+        A round is about a block of ids, and gives a row to the first one of each bucket. The block's others wait for
+        the next round, so usually there are as many rounds as blocks.
+        """
+        ranks = running_sums(are_new.astype(jnp.int32))
+        count, room = ranks[-1], -(-ranks.shape[0] // BLOCK) * BLOCK
+        ids = jnp.zeros((room, 2), jnp.uint32)
+        ids = ids.at[jnp.where(are_new, ranks - 1, room)].set(used.ids, mode="drop")
+
+        def give(state: Any) -> Any:
+            start, is_waiting, counted = state
+            own = jax.lax.dynamic_slice_in_dim(ids, start, BLOCK)
+            bucket, hashed = self._hashed(own)
+            last_cell = self._cell(own, bucket)
+            had_row, last_row = last_cell < self.config.bucket, self._row(bucket, last_cell)
+            # An id of another lookup of this step may have got a row meanwhile.
+            is_waiting &= ~had_row | self._has_expired(last_row, now - 1)
+            cell, lowest = _lowest(self._order(bucket, now))
+            is_refused = is_waiting & (lowest == _LAST)
+            is_admitted = is_waiting & ~is_refused & _is_first(bucket, is_waiting)
+            rows = jnp.where(is_admitted, self._row(bucket, cell), self._row_count)
+            if self.config.expire_after is not None:
+                old = jnp.where(is_admitted & had_row, last_row, self._row_count)
+                self._born.scatter_update(old, jnp.zeros(BLOCK, jnp.uint32))
+            self._begin_rows(rows, own, now)
+            if self.config.admit_after > 1:
+                counter = self._counter(bucket, hashed, is_admitted)
+                self.saved["sightings"].scatter_update(counter, jnp.zeros(BLOCK, jnp.uint32))
+            masks = {"admitted": is_admitted, "evicted": is_admitted & (lowest > 0), "overflowed": is_refused}
+            counted = counted | {name: counted[name] + _number(mask) for name, mask in masks.items()}
+            is_waiting &= ~is_admitted & ~is_refused
+            is_done = ~is_waiting.any()
+            start = jnp.where(is_done, start + BLOCK, start)
+            return start, jnp.where(is_done, start + jnp.arange(BLOCK) < count, is_waiting), counted
+
+        first = (offset, jnp.arange(BLOCK) < count, counted)
+        *_, counted = jax.lax.while_loop(lambda state: state[0] < count, give, first)
+        return counted
+
+    def _order(self, bucket: Any, now: Any) -> Any:
+        """The order in which ids lose the rows of buckets, u32[n, S]: 0 for a free row, the largest for one in use."""
         born, seen = self._by_bucket(self._born, bucket), self._by_bucket(self._seen, bucket)
-        is_there, is_free = self._is_there(ids, bucket) & (born > 0), (born == 0) | self._is_old(seen, now - 1)
-        # An id of an earlier lookup of this step may be here again.
-        are_new &= ~(is_there & ~is_free).any(1)
         score = self._by_bucket(self.saved["uses"], bucket) if "uses" in self.saved else seen
-        order = jnp.where(is_free, 0, jnp.where(seen == now, _LAST, jnp.minimum(score, _LAST - 1)))
-        cell, evicts = _cells(order, _ranks(bucket, are_new), are_new)
-        admitted = cell >= 0
-        rows = jnp.where(admitted, self._row(bucket, cell) + offset, self._row_count)
-        if self.config.expire_after is not None:
-            old = self._row(bucket, jnp.argmax(is_there, 1)) + offset
-            self._born.scatter_update(
-                jnp.where(admitted & is_there.any(1), old, self._row_count), jnp.zeros(rows.shape, jnp.uint32)
-            )
+        is_free = (born == 0) | self._is_old(seen, now - 1)
+        return jnp.where(is_free, 0, jnp.where(seen == now, _LAST, jnp.minimum(score, _LAST - 1)))
+
+    def _begin_rows(self, rows: Any, ids: Any, now: Any) -> None:
+        """Give rows to ids, and set those of the shard, and of the optimizers' slots, to their initial values."""
         for variable, value in ((self._ids, ids), (self._born, now), (self._seen, now), (self.saved.get("uses"), 1)):
             if variable is not None:
                 whole = jnp.broadcast_to(jnp.asarray(value, jnp.uint32), (*rows.shape, *variable.shape[1:]))
                 variable.scatter_update(rows, whole)
-        if self.config.admit_after > 1:
-            self.saved["sightings"].scatter_update(self._counter(used, admitted), jnp.zeros(rows.shape, jnp.uint32))
-        counted["admitted"] += _number(admitted)
-        counted["evicted"] += _number(evicts)
-        counted["overflowed"] += _number(are_new & ~admitted)
-        self._begin_rows(rows, admitted)
-
-    def _begin_rows(self, rows: Any, are_new: Any) -> None:
-        """Set new rows of the shard, and of the optimizers' slots, to their initial values."""
-        blocks = -(-rows.shape[0] // BLOCK)
-        ranks = running_sums(are_new.astype(jnp.int32))
-        positions = jnp.where(are_new, ranks - 1, blocks * BLOCK)
-        # The new rows first: usually they are few.
-        rows = jnp.full(blocks * BLOCK, self._row_count, jnp.int32).at[positions].set(rows, mode="drop")
-
-        def block(state: Any) -> Any:
-            number, values = state
-            own = jax.lax.dynamic_slice_in_dim(rows, number * BLOCK, BLOCK)
-            initial = self._initial(jnp.minimum(own, self._row_count - 1))
-            return number + 1, jax.lax.dynamic_update_slice_in_dim(values, initial, number * BLOCK, 0)
-
-        values = jnp.zeros((blocks * BLOCK, *self._shard.shape[1:]), self._shard.dtype)
-        _, values = jax.lax.while_loop(lambda state: state[0] * BLOCK < ranks[-1], block, (jnp.int32(0), values))
+        values = self._initial(jnp.minimum(rows, self._row_count - 1))
         self._shard.scatter_update(rows, values)
         for slots in filter(None, (reference() for reference in self._slots)):
             for slot, initial in slots.initial_rows(self._shard, values):
@@ -273,15 +298,13 @@ class ShardVocabulary(VariableHooks):
         self.ledger.scatter_update(jnp.zeros(1, jnp.int32), clock[None])
         self._seen.scatter_update(jnp.full(1, self.config.bucket, jnp.int32) + offset, clock[None])
 
-    def _note_counts(self, counted: Mapping[str, Any], now: Any) -> None:
+    def _note_counts(self, counted: Mapping[str, Any]) -> None:
         """Add numbers to the counts, whose upper bits have positions of their own."""
         ledger = self.ledger.read()
         more = jnp.stack([counted[name] for name in _POSITIONS])
-        low = ledger[1:_REFUSED_AT:2] + more
-        high = ledger[2:_REFUSED_AT:2] + (low < more)
-        refused_at = jnp.where(counted["overflowed"] > 0, now, ledger[_REFUSED_AT])
-        counts = jnp.stack([low, high], 1).reshape(-1)
-        self.ledger.assign(jnp.concatenate([ledger[:1], counts, refused_at[None]]))
+        low = ledger[1::2] + more
+        high = ledger[2::2] + (low < more)
+        self.ledger.assign(jnp.concatenate([ledger[:1], jnp.stack([low, high], 1).reshape(-1)]))
 
     def _hashed(self, ids: Any) -> tuple[Any, Any]:
         """The number in this shard of the bucket of each id, and a hash of the id."""
@@ -306,25 +329,35 @@ class ShardVocabulary(VariableHooks):
         most = np.uint32(self.config.expire_after)
         return seen <= jnp.maximum(clock, most) - most  # no less than 0, which no id has
 
-    def _is_there(self, ids: Any, bucket: Any) -> Any:
-        """Whether each row of its bucket has the id, or had it last, bool[n, S]."""
-        return (self._by_bucket(self._ids, bucket) == ids[:, None]).all(-1)
+    def _cell(self, ids: Any, bucket: Any, born_by: Any = _LAST) -> Any:
+        """The position in its bucket of the row that each id owns, if it was born by a time, i32[n]; else S."""
+        born = self._by_bucket(self._born, bucket)
+        is_own = (self._by_bucket(self._ids, bucket) == ids[:, None]).all(-1) & (born > 0) & (born <= born_by)
+        # XLA takes a CPU three times as long for `argmax`.
+        return jnp.where(is_own, jnp.arange(self.config.bucket), self.config.bucket).min(1)
 
     def _row(self, bucket: Any, cell: Any) -> Any:
         return bucket * (self.config.bucket + 1) + cell.astype(jnp.int32)
 
-    def _counter(self, used: _Used, mask: Any) -> Any:
+    def _counter(self, bucket: Any, hashed: Any, mask: Any) -> Any:
         """The position of the counter of each id; past the end for ids outside of the mask."""
-        position = self._row(used.bucket, mixed_bits(used.hashed) % np.uint32(self.config.bucket))
+        position = self._row(bucket, mixed_bits(hashed) % np.uint32(self.config.bucket))
         return jnp.where(mask, position, self._row_count)
 
 
 class _Used(NamedTuple):
-    """Ids that are used in an update: the bucket and a hash of each, and whether it is one."""
+    """Ids that are used in an update, u32[n, 2], with the bucket and a hash of each.
 
-    looked: ShardRows
+    rows    i32[n], where lookups found them
+    clocks  u32[n], the time of the lookup
+    is_id   bool[n], whether it is one
+    """
+
+    ids: Any
     bucket: Any
     hashed: Any
+    rows: Any
+    clocks: Any
     is_id: Any
 
 
@@ -344,30 +377,15 @@ def _number(mask: Any) -> Any:
     return mask.sum(dtype=jnp.uint32)
 
 
-def _ranks(bucket: Any, mask: Any) -> Any:
-    """The number of elements of a mask before each that are in the same bucket, i32[n]; those are neighbours."""
-    before = running_sums(mask.astype(jnp.int32)) - mask
-    is_first = jnp.concatenate([jnp.ones(1, bool), bucket[1:] != bucket[:-1]])
-    return before - jax.lax.associative_scan(jnp.maximum, jnp.where(is_first, before, 0))
+def _lowest(order: Any) -> tuple[Any, Any]:
+    """The first position of the lowest element of each row of u32[n, S], i32[n], and that element."""
+    lowest = order.min(1)
+    positions = jnp.arange(order.shape[1])
+    return jnp.where(order == lowest[:, None], positions, order.shape[1]).min(1), lowest
 
 
-def _cells(order: Any, ranks: Any, mask: Any) -> tuple[Any, Any]:
-    """The cell of each id of a mask, -1 for an id that gets none; and whether another id loses it.
-
-    A cell is the number of a row within its bucket.
-
-    order  u32[n, S]: an id of rank r gets the cell that is r-th in this order; 0 is a free one, the largest none
-    """
-
-    def choose(state: Any) -> Any:
-        rank, order, cells, evicts = state
-        cell = jnp.argmin(order, 1).astype(jnp.int32)
-        lowest = order.min(1)
-        chosen = mask & (ranks == rank) & (lowest != _LAST)
-        order = jnp.where(jnp.arange(order.shape[1]) == cell[:, None], _LAST, order)
-        return rank + 1, order, jnp.where(chosen, cell, cells), jnp.where(chosen, lowest != 0, evicts)
-
-    end = jnp.minimum(jnp.max(jnp.where(mask, ranks + 1, 0), initial=0), order.shape[1])
-    start = (jnp.int32(0), order, jnp.full(mask.shape, -1, jnp.int32), jnp.zeros(mask.shape, bool))
-    _, _, cells, evicts = jax.lax.while_loop(lambda state: state[0] < end, choose, start)
-    return cells, evicts
+def _is_first(bucket: Any, mask: Any) -> Any:
+    """Whether no element of a mask before it is of the same bucket, bool[n]."""
+    position = jnp.arange(bucket.shape[0])
+    is_before = (position < position[:, None]) & mask & (bucket == bucket[:, None])
+    return ~is_before.any(1)

@@ -89,17 +89,15 @@ class VocabularyCounts(NamedTuple):
 class ShardRows(NamedTuple):
     """What one shard found.
 
-    ids      u32[n, 2]; the first `count` (i32[]) count
-    rows     i32[n], their rows in the shard; past the end for the others
-    clock    u32[], the clock of the shard at that moment
-    refused  u32[], number of times that ids were refused a row until now, if the last update did so; else 0
+    ids    u32[n, 2]; the first `count` (i32[]) count
+    rows   i32[n], their rows in the shard; past the end for the others
+    clock  u32[], the clock of the shard at that moment
     """
 
     ids: Any
     count: Any
     rows: Any
     clock: Any
-    refused: Any
 
 
 @dataclass(frozen=True, eq=False)

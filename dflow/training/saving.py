@@ -124,6 +124,7 @@ def captured(
     `what` describes the save, and `is_tree` is as for `make_paths`. `timeout_s` is the longest wait for other
     processes of a group, and `channel` as for `save_together`, by default that of the thread.
     """
+    _warn_of_counts(named)
     types = {name: entry.type.strong for name, entry in named.items()}
     group = group_of(variables_of(named))
     is_together = any(map(is_divided, variables_of(named)))
@@ -165,8 +166,14 @@ def captured_values(named: Mapping[str, NamedArray], group: ProcessGroup | None)
         yield write_all
 
 
+def _warn_of_counts(named: Mapping[str, NamedArray]) -> None:
+    for variable in variables_of(named):
+        variable.hooks.counts()
+
+
 def _values(named: Mapping[str, NamedArray]) -> dict[str, Any]:
     """Return the values at one moment (on a cluster: one moment per task), brought to this process."""
+    _warn_of_counts(named)
     found: dict[str, Any] = {}
     for backend, here in arrays_by_backend(named).items():
         values = iter(backend.read_together([one for held in here.values() for one in held]))

@@ -40,7 +40,6 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.id_checks import without_id_checks
 from dflow.tracing.rows.lookups import CALLS
-from dflow.tracing.rows.reports import without_reports
 from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
 
@@ -109,7 +108,6 @@ def pure_program(
     result: Tree,
 ) -> PureProgram:
     """Return the pure form of a traced function. Raises ExportError for ops and types that no file can hold."""
-    jaxpr = without_reports(jaxpr)
     _refuse_types(name, jaxpr)
     reads, written = accesses(jaxpr.effects)
     variables = sorted({*reads, *written}, key=lambda variable: int(variable.serial))

@@ -12,12 +12,13 @@ import numpy as np
 ROOM = 2
 
 
-def representatives(numbers: Any, is_wanted: Any = None) -> Any:
-    """For each of `numbers`, i32[n], the position of one that is equal, the same for all that are equal: i32[n].
+def representatives(numbers: Any, is_wanted: Any = None, *, upper: Any = None) -> Any:
+    """For each of `numbers`, i32[n], the position of the first one that is equal: i32[n].
 
-    `is_wanted` is bool[n]. A number that is not wanted has its own position, and no other number has that.
+    is_wanted  bool[n]; a number that is not wanted has its own position, and no other number has that
+    upper      the upper 32 bits of each number of 64 bits, like `numbers`, which are then the lower ones
 
-    In each round every number that is still open goes to a cell of a hash table, where the last one of them stays.
+    In each round every number that is still open goes to a cell of a hash table, where the first one of them stays.
     The numbers equal to it are represented by it; the others go on with another hash. So each round ends at least one
     number for each cell in use, and two rounds or three end nearly all.
     """
@@ -30,14 +31,16 @@ def representatives(numbers: Any, is_wanted: Any = None) -> Any:
 
     def one_round(carry: Any) -> Any:
         found, still_open, seed = carry
-        cell = jnp.where(
-            still_open,
-            (mixed_bits(numbers.astype(jnp.uint32) ^ seed) & np.uint32(cells - 1)).astype(jnp.int32),
-            cells,
-        )
-        last = jnp.zeros(cells, jnp.int32).at[cell].max(positions, mode="drop").at[cell].get(mode="clip")
-        ends = still_open & (numbers[last] == numbers)
-        return jnp.where(ends, last, found), still_open & ~ends, seed * np.uint32(747796405) + np.uint32(2891336453)
+        hashed = mixed_bits(numbers.astype(jnp.uint32) ^ seed)
+        if upper is not None:
+            hashed = mixed_bits(hashed ^ upper.astype(jnp.uint32))
+        cell = jnp.where(still_open, (hashed & np.uint32(cells - 1)).astype(jnp.int32), cells)
+        empty = jnp.full(cells, max(0, count - 1), jnp.int32)
+        first = empty.at[cell].min(positions, mode="drop").at[cell].get(mode="clip")
+        ends = still_open & (numbers[first] == numbers)
+        if upper is not None:
+            ends &= upper[first] == upper
+        return jnp.where(ends, first, found), still_open & ~ends, seed * np.uint32(747796405) + np.uint32(2891336453)
 
     wanted = jnp.ones(count, bool) if is_wanted is None else is_wanted
     found, _, _ = jax.lax.while_loop(is_open, one_round, (positions, wanted, jnp.uint32(0)))

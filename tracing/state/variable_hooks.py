@@ -24,6 +24,9 @@ class VariableHooks:
     def restored(self) -> None:
         """Note that the variable, and those of `saved`, have values of a checkpoint."""
 
+    def counts(self) -> Any:
+        """Return what the kind counts in updates, and log a warning of what needs one; not in traced code."""
+
     def gradient_rows(self, found: RowsFound) -> RowsFound:
         """Return the rows of a gradient of the variable as an update takes them."""
         return found

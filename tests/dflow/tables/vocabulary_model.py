@@ -77,8 +77,7 @@ class VocabularyModel:
         for row, times in Counter(looked_up).items():
             self.slots[row] += np.float32(times) ** 2
             self.rows[row] -= RATE * times / np.sqrt(self.slots[row] + EPSILON)
-        distinct = sorted(set(ids), key=lambda id: (self.bucket(id), id & 2**64 - 1))
-        new = [id for id in distinct if not self._noted(id)]
+        new = [id for id in dict.fromkeys(ids) if not self._noted(id)]
         new = [id for id in new if self.admit_after == 1 or self._sighted(new).get(id)]
         for id in new:
             self._admit(id)
