@@ -49,6 +49,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "dashboard": ({"PAGES": to(2)}, (*ONE_ROUND, "--seconds", "1")),
     "devices": ({"MODELS": first, "ROW_S": to(0.01)}, ONE_ROUND),
     "embedding": ({"RULES": first}, (*ONE_ROUND, "--small", "--steps", "2", "--turns", "1")),
+    "export_size": ({"FORMS": first, "REQUESTS": to(1)}, ("--rows", "1000", "--ps", "1")),
     "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),
     "input": ({"CALLS": to(2)}, (*ONE_ROUND, "--layers", "1")),
     "language_model": (

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 #: Least size in bytes of an array whose files are mapped: a smaller one is read, and its checksums compared.
-LEAST_BYTES = 16 << 20
+LEAST_BYTES = 4 << 20
 #: A multiple of the size of a page on every machine.
 _PAGES_BYTES = 64 << 10
 #: Of `mmap` in the C library of Linux; Python's `mmap` maps at no address of the caller's.

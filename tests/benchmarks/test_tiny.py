@@ -25,6 +25,7 @@ ALONE = (
     "copies",
     "dashboard",
     "embedding",
+    "export_size",
     "language_model",
     "many_variables",
     "many_workers",
@@ -42,8 +43,9 @@ ALONE = (
 )
 #: Those that take 5 s of processor time or more. The parts that they start have other tests.
 LONG = {
-    "billion", "checkpoint", "convnets", "copies", "dashboard", "embedding", "language_model", "many_variables",
-    "many_workers", "network", "peers_training", "recovery", "replicas", "serving", "soak", "startup", "sync_steps",
+    "billion", "checkpoint", "convnets", "copies", "dashboard", "embedding", "export_size", "language_model",
+    "many_variables", "many_workers", "network", "peers_training", "recovery", "replicas", "serving", "soak", "startup",
+    "sync_steps",
 }  # fmt: skip
 SHARED = ",".join(name for name in NAMES if name not in ALONE)
 DEADLINE_S = 300
