@@ -1,9 +1,9 @@
 """How much memory and time does the export of a large table take, and its server?
 
 A table of float32 with 16 columns lies on ps tasks, each a process of this machine. One worker exports a lookup in it,
-in each form of the weights. `worker MB` and `ps MB` are the highest memory of the worker, and of any ps task, during the
-export (VmHWM), beyond that before it; `held MB` is the part of the table that a ps task has. Then two `dflow serve` of
-the export are started, one after the other: `answer s` is the time from the start of a process to its first answer.
+in each form of the weights. `worker MB` and `ps MB` are what the worker, and a ps task at most, take for the export
+(VmHWM, beyond its value before); `held MB` is the part of the table that a ps task has. Then two `dflow serve` of the
+export are started, one after the other: `answer s` is the time from the start of a process to its first answer.
 `private MB` is the memory that the second one shares with no process after 100 requests of 1,000 random ids, and
 `shared MB` that which both use, such as pages of the table.
 """

@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from dflow.lowering.files.array_files import divided, write_parts
+from dflow.lowering.files.narrowed_weights import Narrowing, narrowed
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import whole_here
@@ -26,7 +28,7 @@ from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.queues.queue_producer import HeldQueueProducer
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.store import Store
-from dflow.lowering.state_backend import Runner, SavedVariables, WriteCaptured, indices_of
+from dflow.lowering.state_backend import NONE, Runner, SavedVariables, WriteCaptured, indices_of
 from dflow.lowering.steps.local_step import LocalStep, single_call
 from dflow.lowering.steps.lowered import literals, make_plans
 from dflow.lowering.steps.program_watch import program_watch
@@ -182,18 +184,22 @@ class LocalHome:
         return nullcontext(self.read_together(variables))
 
     @contextmanager
-    def capturing(self, variables: SavedVariables) -> Iterator[WriteCaptured]:
+    def capturing(
+        self, variables: SavedVariables, narrowings: Mapping[str, Narrowing] = NONE
+    ) -> Iterator[WriteCaptured]:
         values = self.store.read_together(one.key for each in variables.values() for one in each)
 
-        def array(held: Sequence[Variable]) -> Any:
+        def array(name: str, held: Sequence[Variable]) -> Any:
             first, parts = held[0], [values[variable.key] for variable in held]
+            if name in narrowings:
+                return narrowed(name, np.asarray(whole_here(parts[0])), narrowings[name])
             if len(parts) == 1 or first.part is None:
                 return parts[0]
             whole = replace(first.type.strong, shape=first.part.whole)
             return divided(whole, [*map(indices_of, held)], [*map(whole_here, parts)])
 
         def write(folder: Location, paths: Mapping[str, str]) -> None:
-            write_parts(folder, {name: array(held) for name, held in variables.items()}, paths)
+            write_parts(folder, {name: array(name, held) for name, held in variables.items()}, paths)
 
         yield write
 

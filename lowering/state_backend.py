@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from dflow.lowering.files.narrowed_weights import Narrowing
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
@@ -28,6 +29,9 @@ Runner = Callable[[Sequence[Any]], Sequence[Any]]
 #: Writes captured values into a folder prepared by `make_paths`, which returned the second argument.
 WriteCaptured = Callable[[Location, Mapping[str, str]], None]
 
+
+#: No array is written in fewer bits.
+NONE: Mapping[str, Narrowing] = {}
 
 #: The variables of saved arrays, by array name: one, or the variables that divide the array, by their indices.
 SavedVariables = Mapping[str, Sequence[Variable]]
@@ -89,10 +93,13 @@ class StateBackend(Home, Protocol):
     def at_one_moment(self, variables: Sequence[Variable]) -> AbstractContextManager[list[jax.Array]]:
         """Return the values as `read_together` does, but also on a cluster at one moment of all its tasks."""
 
-    def capturing(self, variables: SavedVariables) -> AbstractContextManager[WriteCaptured]:
+    def capturing(
+        self, variables: SavedVariables, narrowings: Mapping[str, Narrowing] = NONE
+    ) -> AbstractContextManager[WriteCaptured]:
         """Take the values at one moment, on entry; the context gives a function that writes them into a folder.
 
-        Steps may run meanwhile, and the function and the exit may be on another thread.
+        Of an array in `narrowings`, which is of one variable, it writes fewer bits. Steps may run meanwhile, and the
+        function and the exit may be on another thread.
         The function raises CheckpointError for an array that cannot be written.
         """
 

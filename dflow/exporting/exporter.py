@@ -167,8 +167,8 @@ def export(
     disabled_checks  as for `jax.export.export`; allows custom calls of named targets outside XLA
 
     weights    "int8" (with a scale for each channel, the last dimension, and for each row of a table) or "bfloat16":
-               stores floating-point variables of at least 2 dimensions that no function writes in this form, with
-               their present values; the program converts them back. `Exported.accuracy` tells what it costs
+               stores floating-point variables of at least 2 dimensions that no function writes in this form; the
+               program converts them back. `Exported.accuracy` tells what it costs
 
     An argument of `fn` that has the name of one of these options must be passed by position. The values of the
     variables are read by `Exported.save`. Raises ExportError, naming the op and its line, for a function that has no

@@ -18,6 +18,7 @@ import jax
 
 from dflow.exporting.export_format import MANIFEST, VARIABLES, begin, finish
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature, listing
+from dflow.exporting.stand_ins import StandIns
 from dflow.lowering.files.atomic_directory import whole_folder
 from dflow.lowering.files.locations import location_of
 from dflow.lowering.files.object_path import Location, ObjectPath
@@ -118,7 +119,7 @@ class SavableFunctions:
         """Return the stored arrays, each with its variables."""
         divided_ones = {array: [*parts] for array, parts in self._manifest.parts().items()}
         parts = {name for names in divided_ones.values() for name in names}
-        named = {name: NamedArray((held,), name) for name, held in self.variables.items() if name not in parts}
+        named = {name: _array_of(name, held) for name, held in self.variables.items() if name not in parts}
         for array, names in divided_ones.items():
             held = sorted((self.variables[name] for name in names), key=lambda one: indices_of(one).start)
             _refuse_divided(array, held)
@@ -128,9 +129,17 @@ class SavableFunctions:
     def _types(self) -> dict[str, ArrayType]:
         parts = self._manifest.parts()  # a shard without the others is an array of its own
         return {
-            name: (entry.type if name in parts else entry.variables[0].type).strong
+            name: (entry.type if name in parts or entry.narrowing else entry.variables[0].type).strong
             for name, entry in self._named().items()
         }
+
+
+def _array_of(name: str, held: Variable) -> NamedArray:
+    """Return the stored array of a variable: of one that stands for another, the other in fewer bits."""
+    if not isinstance(held.home, StandIns):
+        return NamedArray((held,), name)
+    stands_for = held.home.initials[held.key]
+    return NamedArray((stands_for.variable,), name, narrowing=stands_for.narrowing)
 
 
 def _refuse_divided(array: str, variables: Iterable[Variable]) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 from dflow.exporting.export_manifest import arguments_of
 from dflow.exporting.export_trace import Trace, TracedExport
 from dflow.exporting.exported_call import compiled, program_arguments, result_leaves, result_of
-from dflow.lowering.files.whole_arrays import whole_here
-from dflow.lowering.local import LocalHome
+from dflow.exporting.stand_ins import FewerBits, StandIns
+from dflow.lowering.files.narrowed_weights import Narrowing
 from dflow.lowering.programs.portable_tree import Held, Tree, build, leaves_of, parts_of
 from dflow.tracing.errors import ExportError
 from dflow.tracing.rows.scaled_rows import ScaledRows
@@ -28,9 +28,6 @@ from dflow.tracing.state.container import outside_containers
 from dflow.tracing.state.context import home
 from dflow.tracing.state.resources import Variable
 from dflow.training.group_saving import is_divided
-
-#: The largest int8: the image of a channel's largest weight.
-_LARGEST = 127
 
 WeightForm = Literal["int8", "bfloat16"]
 FORMS: tuple[WeightForm, ...] = ("int8", "bfloat16")
@@ -55,10 +52,9 @@ class SmallWeight:
 
 
 def with_small_weights(made: Mapping[str, TracedExport], form: WeightForm, trace: Trace) -> dict[str, TracedExport]:
-    """Return the functions over smaller variables, which have the present values. Raises ExportError."""
+    """Return the functions over smaller variables, which stand for these at any time. Raises ExportError."""
     taken = {name for one in made.values() for name in one.variables}
-    # Their own home: on a cluster a name is one variable, so a second export would get the values of the first.
-    with home(LocalHome()), outside_containers():
+    with home(StandIns()), outside_containers():
         kept = kept_as_they_are(made.values(), form)
         read = dict.fromkeys(variable for one in made.values() for variable in one.pure.variables)
         smaller = {one: _made_smaller(one, form, taken) for one in read if one.name not in kept}
@@ -102,12 +98,12 @@ def _returned(tree: Tree) -> list[str]:
 def _made_smaller(variable: Variable, form: WeightForm, taken: set[str]) -> SmallWeight:
     """Return the variables that stand for one. Their names avoid those in `taken`, and are added to it."""
 
-    def held(value: Any, suffix: str) -> Variable:
+    def held(narrowing: Narrowing, suffix: str) -> Variable:
         name = f"{variable.name}/{suffix}"
         while name in taken:
             name += "_"
         taken.add(name)
-        return Variable(value, name=name, trainable=False)
+        return Variable(FewerBits(variable, narrowing), name=name, trainable=False)
 
     if is_divided(variable):
         raise ExportError(
@@ -115,22 +111,12 @@ def _made_smaller(variable: Variable, form: WeightForm, taken: set[str]) -> Smal
             f"several processes",
             "save a checkpoint, restore it in one process, and export there",
         )
-    dtype, value = variable.dtype, np.asarray(whole_here(variable.read()))
-    if not np.isfinite(value.astype(np.float32)).all():
-        raise ExportError(
-            f"weights={form!r}: variable {variable.name!r} has a NaN or an infinity", "export it as it is"
-        )
     is_table = variable.part is not None
     if form == "bfloat16":
-        return SmallWeight(held(jnp.asarray(value).astype(jnp.bfloat16), form), None, dtype, is_table)
-    wide = value.astype(np.float32)
-    others = range(1, wide.ndim) if is_table else range(wide.ndim - 1)
-    largest = np.abs(wide).max(axis=tuple(others), initial=0.0)
-    scale = largest / np.float32(_LARGEST)
-    scale = np.where(scale >= np.finfo(np.float32).tiny, scale, np.float32(1))  # weights of 0, or almost
-    factor = scale.reshape(-1, *[1] * (wide.ndim - 1)) if is_table else scale
-    small = np.clip(np.rint(wide / factor), -_LARGEST, _LARGEST).astype(np.int8)
-    return SmallWeight(held(small, form), held(scale, "scale"), dtype, is_table)
+        return SmallWeight(held(form, form), None, variable.dtype, is_table)
+    if is_table:
+        return SmallWeight(held("int8 by row", form), held("scale by row", "scale"), variable.dtype, is_table)
+    return SmallWeight(held("int8 by channel", form), held("scale by channel", "scale"), variable.dtype, is_table)
 
 
 def _over(name: str, one: TracedExport, smaller: Mapping[Variable, SmallWeight], trace: Trace) -> TracedExport:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from dflow.lowering.files.narrowed_weights import Narrowing, narrowed_type
 from dflow.lowering.state_backend import SavedVariables, StateBackend, indices_of
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError
@@ -35,16 +36,20 @@ class NamedArray:
     """An array to save or restore under its default name; `impl` is a generator's algorithm, or empty.
 
     `variables`  the variable, or the variables that divide the array, in the order of their indices
+    `narrowing`  what of one variable is saved, in fewer bits; None for the variable as it is
     """
 
     variables: tuple[Variable, ...]
     name: str
     impl: str = ""
+    narrowing: Narrowing | None = None
 
     @property
     def type(self) -> ArrayType:
         """The type of the array."""
         first = self.variables[0]
+        if self.narrowing is not None:
+            return narrowed_type(first.type, self.narrowing)
         return first.type if first.part is None else replace(first.type, shape=first.part.whole)
 
 

@@ -157,7 +157,11 @@ def captured_values(named: Mapping[str, NamedArray], group: ProcessGroup | None)
     if group is not None and group.rank > 0:  # rank 0 writes whole arrays, what it has alone, and what tasks have
         mine = {name: entry for name, entry in named.items() if any(map(is_divided, entry.variables))}
     with ExitStack() as stack:
-        parts = [stack.enter_context(backend.capturing(here)) for backend, here in arrays_by_backend(mine).items()]
+        narrowings = {name: entry.narrowing for name, entry in mine.items() if entry.narrowing is not None}
+        parts = [
+            stack.enter_context(backend.capturing(here, narrowings))
+            for backend, here in arrays_by_backend(mine).items()
+        ]
 
         def write_all(folder: Location, paths: Mapping[str, str]) -> None:
             for write_part in parts:

@@ -54,11 +54,12 @@ from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.distributed.wire.messages.variables import ForgetState, ReadVariables, WriteVariable
+from dflow.lowering.files.narrowed_weights import Narrowing
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.state_backend import Runner, SavedVariables, WriteCaptured, indices_of
+from dflow.lowering.state_backend import NONE, Runner, SavedVariables, WriteCaptured, indices_of
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DeviceError, DflowError, TaskLost, VariableError
 from dflow.tracing.ir import ops
@@ -163,7 +164,9 @@ class ClusterHome:
             shared.end()
 
     @contextmanager
-    def capturing(self, variables: SavedVariables) -> Iterator[WriteCaptured]:
+    def capturing(
+        self, variables: SavedVariables, narrowings: Mapping[str, Narrowing] = NONE
+    ) -> Iterator[WriteCaptured]:
         """Return a context: on entry, all tasks capture the values of one moment between two steps.
 
         It gives a function that has the tasks write these values. Raises StrategyError within a step of a run.
@@ -179,7 +182,9 @@ class ClusterHome:
             messages = {}
             for task, held in by_task.items():
                 saved = (
-                    SavedVariable(one.key, name, paths[name]) for name, [one, *_] in held.items() if name not in divided
+                    SavedVariable(one.key, name, paths[name], narrowings.get(name))
+                    for name, [one, *_] in held.items()
+                    if name not in divided
                 )
                 parts = (divided[name] for name in held if name in divided)
                 messages[task] = SaveVariables(*capture, str(folder), tuple(saved), tuple(parts))
@@ -192,7 +197,9 @@ class ClusterHome:
         with ExitStack() as releasing:
             releasing.callback(release)
             captures = {
-                task: CaptureVariables(*capture, tuple(one.key for each in held.values() for one in each))
+                task: CaptureVariables(
+                    *capture, tuple(dict.fromkeys(one.key for each in held.values() for one in each))
+                )
                 for task, held in by_task.items()
             }
             self.steps.while_paused(lambda: self._ask(captures), "a save")

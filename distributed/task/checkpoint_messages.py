@@ -6,15 +6,20 @@ import msgspec
 
 from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message, Request
+from dflow.lowering.files.narrowed_weights import Narrowing
 from dflow.tracing.rows.axis_slice import AxisSlice
 
 
 class SavedVariable(msgspec.Struct, frozen=True):
-    """A variable to write: its `key`, the `name` of its array, and its `path` within the folder."""
+    """A variable to write: its `key`, the `name` of its array, and its `path` within the folder.
+
+    `narrowing`  what of it is written, in fewer bits; None for the value as it is
+    """
 
     key: str
     name: str
     path: str
+    narrowing: Narrowing | None = None
 
 
 class VariablePart(msgspec.Struct, frozen=True):

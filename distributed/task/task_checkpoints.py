@@ -29,6 +29,7 @@ from dflow.distributed.task.checkpoint_messages import (
     ReadCapture,
     ReadCheckpoint,
     ReadPiece,
+    SavedVariable,
     SaveVariables,
 )
 from dflow.distributed.task.task_part import TaskPart
@@ -40,6 +41,7 @@ from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
 from dflow.lowering.files.divided_array import Bounds, DividedArray
 from dflow.lowering.files.locations import location_of
+from dflow.lowering.files.narrowed_weights import narrowed
 from dflow.lowering.files.object_folder import is_attempt, is_begun
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.files.saved_arrays import open_arrays
@@ -128,7 +130,7 @@ class TaskCheckpoints(TaskPart):
     def save(self, message: SaveVariables, arrival: RequestArrival) -> None:
         """Write captured values into the folder of a save; they are on the disk when it returns.
 
-        Raises CheckpointError, and TaskLost if the values are not captured.
+        Raises CheckpointError, TaskLost if the values are not captured, and ExportError as `narrowed` does.
         """
         folder = location_of(message.folder)
         paths = {one.name: one.path for one in message.variables}
@@ -146,7 +148,9 @@ class TaskCheckpoints(TaskPart):
             )
         reach("save", self._task.name)
         values = self._values_of(message)
-        arrays: dict[str, Any] = {one.name: named(values, one.key, _CAPTURED) for one in message.variables}
+        arrays: dict[str, Any] = {
+            one.name: _stored(one, named(values, one.key, _CAPTURED)) for one in message.variables
+        }
         arrays |= {one.name: self._divided(message, one) for one in message.divided}
         write_parts(folder, arrays, paths)
         if not isinstance(folder, ObjectPath):
@@ -237,3 +241,8 @@ class TaskCheckpoints(TaskPart):
             self._read = {number: values for number, values in self._read.items() if number[0] != task}
             for name in list(self._shared):
                 self._unuse(name, task)
+
+
+def _stored(one: SavedVariable, value: jax.Array) -> Any:
+    """Return a captured value as it is written."""
+    return value if one.narrowing is None else narrowed(one.name, np.asarray(value), one.narrowing)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.exporting.iree_module import compile_module
-from dflow.exporting.small_weights import _made_smaller
+from dflow.lowering.files import narrowed_weights
+from dflow.lowering.files.narrowed_weights import narrowed
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import ConfigError, ExportError
 from tests.effort import examples
@@ -95,14 +96,19 @@ def weights() -> st.SearchStrategy[np.ndarray[Any, Any]]:
 
 
 @settings(max_examples=examples(30))
-@given(weights())
-def test_each_weight_differs_by_at_most_half_a_step_of_its_channel(value: Any) -> None:
-    variable = dflow.Variable(jnp.asarray(value), name="value")
-    found = np.asarray(_made_smaller(variable, "int8", set()).read())
-    step = np.abs(value).max(axis=tuple(range(value.ndim - 1))) / 127
-    assert (np.abs(found - value) <= step * 0.5001 + 1e-30).all()
-    found = np.asarray(_made_smaller(variable, "bfloat16", set()).read())
-    assert (found == value.astype(ml_dtypes.bfloat16).astype(np.float32)).all()
+@given(weights(), st.integers(1, 100), st.sampled_from(["row", "channel"]))
+def test_each_weight_differs_by_at_most_half_a_step_of_its_scale(value: Any, block_bytes: int, by: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(narrowed_weights, "_BLOCK_BYTES", block_bytes)
+        small, scale = (narrowed("w", value, f"{what} by {by}") for what in ("int8", "scale"))  # type: ignore[arg-type]
+        half = narrowed("w", value, "bfloat16")
+    kept = 0 if by == "row" else value.ndim - 1
+    largest = np.abs(value).max(axis=tuple(axis for axis in range(value.ndim) if axis != kept))
+    factor, step = (
+        np.expand_dims(one, [*range(1, value.ndim)]) if by == "row" else one for one in (scale, largest / 127)
+    )
+    assert (np.abs(small * factor - value) <= step * 0.5001 + 1e-30).all()
+    assert (half == value.astype(ml_dtypes.bfloat16)).all()
 
 
 def test_functions_of_one_export_share_the_small_weights(tmp_path: Path) -> None:
@@ -123,20 +129,33 @@ def test_functions_of_one_export_share_the_small_weights(tmp_path: Path) -> None
     assert exported.accuracy(np.eye(4, dtype=np.float32), signature="read").errors.keys() == {"result"}
 
 
-def test_each_export_on_a_cluster_has_the_present_values() -> None:
+def test_each_export_on_a_cluster_has_the_values_of_its_save(tmp_path: Path) -> None:
     x = np.ones((1, 3), np.float32)
     with memory_cluster(ps=1) as memory:
         cluster = memory.worker()
         with cluster.parameter_servers(), dflow.container("model"):
             w = dflow.Variable(jnp.ones((3, 3)), name="w")
-            exports = []
-            for value in (1.0, 5.0, 7.0):
-                w.assign(jnp.full((3, 3), value))
-                exports.append(dflow.export(lambda x: x @ w, dflow.spec("b, 3", jnp.float32), weights="int8"))
+            exports = [dflow.export(lambda x: x @ w, dflow.spec("b, 3", jnp.float32), weights="int8") for _ in range(2)]
             assert [*exports[0].variables] == ["model/w/int8", "model/w/scale"]
-        scales = [float(one.variables["model/w/scale"].read()[0] * 127) for one in exports]
-        assert scales == pytest.approx([1, 5, 7])
-        assert exports[2].accuracy(x).errors["result"][0] < 1e-4
+        for value, exported in zip((1.0, 5.0), exports, strict=True):
+            w.assign(jnp.full((3, 3), value))
+            assert float(exported.variables["model/w/scale"].read()[0] * 127) == pytest.approx(value)
+            model = dflow.load(exported.save(tmp_path / f"{value}"), prefix=f"{value}/")
+            np.testing.assert_allclose(model(x), np.full((1, 3), 3 * value), rtol=1e-5)
+            assert exported.accuracy(x).errors["result"][0] < 1e-4
+        with pytest.raises(
+            dflow.VariableError, match="'model/w/scale' of an export stands for 'model/w', and cannot be"
+        ):
+            exported.variables["model/w/scale"].assign(jnp.ones(3))
+        dflow.save(tmp_path / "c", exported.variables)
+        held = dflow.Variable(jnp.zeros(3), name="model/w/scale")
+        dflow.restore(tmp_path / "c", held, ignore=["unexpected"])
+        np.testing.assert_allclose(held.read() * 127, 5.0, rtol=1e-6)
+        w.assign(jnp.full((3, 3), jnp.inf))
+        with pytest.raises(
+            ExportError, match="array 'model/w/int8': expected finite weights, got a NaN or an infinity"
+        ):
+            exported.save(tmp_path / "infinite")
         cluster.close()
 
 
@@ -155,7 +174,7 @@ def test_the_compiler_of_modules_is_named_when_it_is_missing(tmp_path: Path, mon
         compile_module(dflow.load(path))
 
 
-def test_what_cannot_shrink_is_refused() -> None:
+def test_what_cannot_shrink_is_refused(tmp_path: Path) -> None:
     w = dflow.Variable(jnp.ones((4, 4)), name="w")
     row = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     for options, text in (
@@ -170,8 +189,8 @@ def test_what_cannot_shrink_is_refused() -> None:
     with pytest.raises(ExportError, match="accuracy compares smaller weights, and none were asked for"):
         dflow.export(lambda x: x @ w, row).accuracy(np.ones((4, 4), np.float32))
     w.assign(jnp.full((4, 4), jnp.nan))
-    with pytest.raises(ExportError, match="variable 'w' has a NaN or an infinity"):
-        dflow.export(lambda x: x @ w, row, weights="bfloat16")
+    with pytest.raises(ExportError, match="array 'w/bfloat16': expected finite weights, got a NaN or an infinity"):
+        dflow.export(lambda x: x @ w, row, weights="bfloat16").save(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
