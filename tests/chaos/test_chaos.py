@@ -56,9 +56,7 @@ def test_a_round_with_faults_of_all_roles(tmp_path: Path, program: str, seed: in
     ("program", "faults"),
     [
         pytest.param(
-            "all-reduce",
-            (Fault("terminate", "worker:1", 0.3), Fault("kill", "worker:0", 0.6)),
-            marks=pytest.mark.long,
+            "all-reduce", (Fault("terminate", "worker:1", 0.3), Fault("kill", "worker:0", 0.6)), marks=pytest.mark.long
         ),
         ("hybrid", (Fault("kill", "ps:0", 0.5),)),
     ],
@@ -160,12 +158,7 @@ DONE: dict[str, Any] = {"runs": {}, "rounds": {"train": (4, 9)}}
             DONE,
             [f"snapshot 3: ps:{index} has applied 1 steps twice" for index in (0, 1)],
         ),
-        (
-            (3, 3),
-            ([(0, 3)],) * 2,
-            DONE,
-            ["snapshot 3: the ledger has 4 rounds as done, and the tasks have applied 3"],
-        ),
+        ((3, 3), ([(0, 3)],) * 2, DONE, ["snapshot 3: the ledger has 4 rounds as done, and the tasks have applied 3"]),
     ],
 )
 def test_a_snapshot_that_is_no_serial_prefix_is_found(

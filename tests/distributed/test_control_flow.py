@@ -157,10 +157,7 @@ def test_many_turns_are_kept_nowhere(memory: MemoryCluster, worker: Cluster) -> 
 
     def watched(*words: Any) -> Any:
         nonlocal most
-        most = max(
-            most,
-            *(len(step) for server in servers for step in [*server.channel._rendezvous._steps.values()]),
-        )
+        most = max(most, *(len(step) for server in servers for step in [*server.channel._rendezvous._steps.values()]))
         return call(*words)
 
     task.server.store.call = watched  # type: ignore[method-assign]

@@ -115,11 +115,7 @@ DRAWN = st.sampled_from(["begin"] * 4 + ["apply"] * 3 + ["end"] * 3 + ACTIONS)
 
 
 @settings(max_examples=examples(60))
-@given(
-    st.lists(st.tuples(DRAWN, st.sampled_from(WORKERS)), max_size=80),
-    st.integers(0, 12),
-    st.integers(0, 2),
-)
+@given(st.lists(st.tuples(DRAWN, st.sampled_from(WORKERS)), max_size=80), st.integers(0, 12), st.integers(0, 2))
 def test_no_step_lacks_more_updates_than_the_bound(actions: list[tuple[str, str]], limit: int, prefetch: int) -> None:
     model = Model(BoundedSteps("run", limit, 100), prefetch)
     for action, worker in actions:

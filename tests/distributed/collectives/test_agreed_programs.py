@@ -198,10 +198,7 @@ def test_a_variable_of_a_process_that_steps_use_is_written_alike() -> None:
     [
         (lambda m: lambda x: m.w + m.queue.dequeue(), "dequeue of a queue that each worker has for itself"),
         (lambda m: lambda x: m.w + m.queue.size(), "size of a queue that each worker has for itself"),
-        (
-            lambda m: lambda x: jax.lax.cond(x[0] > 0, m.queue.dequeue, m.w.read),
-            "dequeue of a queue",
-        ),
+        (lambda m: lambda x: jax.lax.cond(x[0] > 0, m.queue.dequeue, m.w.read), "dequeue of a queue"),
         (lambda m: lambda x: (m.gradients.apply(x), m.w + m.gradients.take(1))[1], "expected no accumulator"),
     ],
 )

@@ -1,13 +1,21 @@
-"""Groups of processes as a state machine: they form, exchange words, and end with their first member."""
+"""Groups of processes that compute together: how the coordinator forms them, a member's part, and JAX's service."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflow.distributed.collectives import collectives, jax_runtime, process_group
+from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.group_messages import (
     END,
     MAIN,
@@ -20,10 +28,16 @@ from dflow.distributed.collectives.group_messages import (
     LeaderWorkEnded,
     LeaderWorks,
 )
+from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.collectives.process_groups import LONG_EXCHANGE_S, ProcessGroups
 from dflow.distributed.coordinator.coordinator_events import Command, Log, SendReply
 from dflow.distributed.coordinator.coordinator_part import Received
+from dflow.distributed.process.termination import Terminated
+from dflow.distributed.transport.loopback import LOOPBACK, loopback
 from dflow.distributed.wire.messages.basic import Failure
+from dflow.distributed.wire.messages.roster import Roster, TaskInfo
+from dflow.testing import memory_cluster
+from dflow.tracing.errors import StrategyError, TaskLost
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
@@ -83,10 +97,7 @@ def test_a_task_that_will_not_come_back_is_left_out() -> None:
     room.join(2, B)
     assert room.tick(1.0) == []
     room.coming.remove(C)
-    assert room.tick(2.0) == [
-        SendReply(1, GroupFormed((A, B), (0, 1))),
-        SendReply(2, GroupFormed((A, B), (0, 1))),
-    ]
+    assert room.tick(2.0) == [SendReply(1, GroupFormed((A, B), (0, 1))), SendReply(2, GroupFormed((A, B), (0, 1)))]
 
 
 def test_a_group_that_does_not_form_names_the_missing_tasks() -> None:
@@ -227,3 +238,188 @@ def test_an_exchange_whose_missing_members_wait_for_it_is_refused(where: str) ->
     (text,) = texts(room.tick(LONG_EXCHANGE_S))
     place = "barrier 'start'" if where == "barrier" else END
     assert f"different points of the program: worker:0 at a save, worker:1 at {place}\n" in text
+
+
+# A member of a group: errors of its computations, when another member has left or not.
+
+
+TASKS = "/job:worker/task:0", "/job:worker/task:1"
+
+
+class Coordinator:
+    """The coordinator as a member sees it: every other member says what this one says."""
+
+    task = TASKS[0]
+
+    def __init__(self) -> None:
+        self.session = self
+        self.asked: list[str] = []
+        self.look: Callable[[Roster], None] | None = None
+        self.refuse: Callable[[str], None] | None = None
+
+    def call_on_roster(self, look: Callable[[Roster], None]) -> None:
+        self.look = look
+
+    def call_on_lost(self, refuse: Callable[[str], None]) -> None:
+        self.refuse = refuse
+
+    def ask(self, message: Exchange, timeout_s: float) -> Exchanged:
+        self.asked.append(message.name)
+        return Exchanged((message.word,) * len(TASKS))
+
+    def leave(self, reason: str) -> None:
+        self.asked.append(f"leave: {reason}")
+
+    def lose(self, left: str) -> None:
+        assert self.look is not None
+        infos = [TaskInfo(TASKS[0], "", 0.0, life=1), TaskInfo(TASKS[1], "", 0.0, 1.0, left, life=2)]
+        self.look(Roster(tuple(infos), ()))
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator()
+
+
+@pytest.fixture
+def group(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
+    monkeypatch.setattr(process_group, "CAUSE_S", 0.05)
+    made = ProcessGroup(coordinator, GroupFormed(TASKS, (1, 2)), 1.0)
+    yield made
+    made.close()  # otherwise the group ends this process
+
+
+def fail(group: ProcessGroup, error: Exception) -> None:
+    with group.computing():
+        raise error
+
+
+def test_a_collective_that_fails_with_a_member_names_that_member(group: ProcessGroup, coordinator: Coordinator) -> None:
+    coordinator.lose("its process has ended")
+    fact = (
+        r"the group of worker:0, worker:1 is over: worker:1 has left: its process has ended(.|\n)*start its processes"
+    )
+    with pytest.raises(TaskLost, match=fact) as raised:
+        fail(group, ValueError("Gloo AllReduce failed"))
+    assert str(raised.value.__cause__) == "Gloo AllReduce failed"
+
+
+def test_a_process_that_the_coordinator_refuses_is_in_no_group(group: ProcessGroup, coordinator: Coordinator) -> None:
+    assert coordinator.refuse is not None
+    coordinator.refuse("the coordinator did not take this task back")
+    with pytest.raises(TaskLost, match="is over: the coordinator did not take this task back"):
+        fail(group, ValueError("Gloo AllReduce failed"))
+
+
+@pytest.mark.parametrize("left", ["", "finished"])
+def test_an_error_without_a_loss_is_raised_as_it_is(group: ProcessGroup, coordinator: Coordinator, left: str) -> None:
+    if left:
+        coordinator.lose(left)
+    with pytest.raises(ValueError, match="of the step"):
+        fail(group, ValueError("of the step"))
+
+
+def test_an_error_of_dflow_is_raised_without_a_wait(
+    group: ProcessGroup, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "CAUSE_S", 1e9)
+    with pytest.raises(StrategyError, match="of the step"):
+        fail(group, StrategyError("of the step"))
+
+
+@pytest.mark.usefixtures("default_termination")
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_a_stop_of_all_processes_waits_for_their_checkpoint(
+    group: ProcessGroup, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, is_agreed: bool
+) -> None:
+    def end(status: int) -> NoReturn:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(process_group, "_end_now", end)
+    Terminated("SIGTERM has come to worker:1", is_agreed=is_agreed)
+    with pytest.raises(SystemExit, match="143"):
+        group._end_of_program()
+    assert coordinator.asked == ["the end of the program"] * is_agreed + ["leave: SIGTERM has come to worker:1"]
+
+
+# The start of JAX's runtime: the addresses that it connects to and listens at.
+
+
+@pytest.mark.parametrize(
+    ("given", "within"),
+    [
+        ({}, None),
+        ({"http_proxy": "http://proxy:1"}, "10.0.0.1"),
+        ({"https_proxy": "http://proxy:1", "no_proxy": "a.example,b"}, "a.example,b,10.0.0.1"),
+        ({"grpc_proxy": "http://proxy:1", "no_grpc_proxy": "c", "no_proxy": "b"}, "c,10.0.0.1"),
+    ],
+)
+def test_grpc_reaches_the_service_without_a_proxy(
+    given: Mapping[str, str], within: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if "_proxy" in name.lower()]:
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with jax_runtime._without_proxy("10.0.0.1:7711"):
+        assert os.environ.get(jax_runtime._NO_PROXY) == within
+        assert jax.config.read("jax_check_proxy_envs") == (within is None)
+    assert dict(os.environ) == before
+    assert jax.config.read("jax_check_proxy_envs")
+
+
+def test_a_service_that_cannot_be_reached_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = "{}:{}".format(*server.getsockname())
+        jax_runtime._check_reached(place, 5.0)
+    with pytest.raises(StrategyError, match=rf"expected a connection to {place}, got: .*refused(.|\n)*address="):
+        jax_runtime._check_reached(place, 5.0)
+
+
+def test_collectives_listen_at_an_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jax_runtime._host_here("127.0.0.1") == "127.0.0.1"
+    monkeypatch.setattr(socket, "gethostname", lambda: LOOPBACK)
+    assert jax_runtime._host_here("192.0.2.1") == LOOPBACK  # a translated address
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    fact = r"expected an address of this host, got '192.0.2.1' and 'no-such-host.invalid', which are none"
+    with pytest.raises(StrategyError, match=fact):
+        jax_runtime._host_here("192.0.2.1")
+
+
+def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0] for address in ("192.0.2.1", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *args, **options: found)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    assert jax_runtime._host_here("here") == "127.0.0.1"
+
+
+def test_loopback_is_of_the_sixth_version_where_there_is_no_other() -> None:
+    assert loopback(v4="127.0.0.1", v6="192.0.2.1") == "127.0.0.1"
+    assert loopback(v4="192.0.2.1", v6="::1") == ("::1" if socket.has_ipv6 else "192.0.2.1")
+
+
+def test_a_process_whose_runtime_does_not_start_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        closed = False
+
+        def __init__(self, *_: object) -> None: ...
+
+        def abandon(self) -> None: ...
+
+        def close(self) -> None:
+            Group.closed = True
+
+    def unreached(*_: object) -> None:
+        raise StrategyError("no connection")
+
+    for name, stub in {"ProcessGroup": Group, "start_runtime": unreached, "refuse_late_start": lambda: None}.items():
+        monkeypatch.setattr(collectives, name, stub)
+    with memory_cluster() as memory, closing(memory.worker()) as worker:
+        monkeypatch.setattr(worker.coordinator, "ask", lambda *_: None)
+        monkeypatch.setattr(collectives, "parse_endpoints", lambda _: SimpleNamespace(main=None))
+        started = Collectives(worker)
+        with pytest.raises(StrategyError, match="no connection"):
+            started.start()
+        started.close()
+    assert not Group.closed

@@ -276,13 +276,9 @@ def test_ticks_at_their_pace_excuse_nobody_however_short_the_time_for_heartbeats
 
 
 @settings(max_examples=examples(200))
-@given(
-    st.lists(st.tuples(st.sampled_from(["join", "leave", "restart"]), st.integers(0, 3)), max_size=30),
-)
+@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "restart"]), st.integers(0, 3)), max_size=30))
 @example([("leave", 0), *((act, index) for index in range(3) for act in ("join", "leave"))])
-def test_the_changes_since_a_version_make_the_newest_roster_of_the_one_of_then(
-    acts: list[tuple[str, int]],
-) -> None:
+def test_the_changes_since_a_version_make_the_newest_roster_of_the_one_of_then(acts: list[tuple[str, int]]) -> None:
     rows: dict[str, bytes] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(membership, "MOST_LEFT", 2)

@@ -1,16 +1,24 @@
-"""The task and cluster of a process in each recorded environment."""
+"""The cluster of an environment: a file, variables, SLURM, pods and TPU slices; lists of hosts; this host."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import http.server
+import socket
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dflow.distributed.detection.cluster_file import ClusterFile, parse_cluster_file
+from dflow.distributed.detection.cluster_file import ClusterFile, parse_cluster_file, read_cluster_file
 from dflow.distributed.detection.cluster_spec import ClusterSpec, Finding, SecuritySource
 from dflow.distributed.detection.detect import detect, explained, found_cluster
-from dflow.tracing.errors import ConfigError
+from dflow.distributed.detection.slurm import expanded
+from dflow.distributed.detection.this_host import listening_address, own_host, read_metadata
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
+from dflow.tracing.errors import ConfigError, DeadlineExceeded
 from tests.distributed.detection.recorded import (
     GOOGLE,
     SBATCH,
@@ -99,8 +107,7 @@ def test_variables_come_before_schedulers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pod", "index"),
-    [(indexed_job(3), 3), (stateful_set(12), 12), (indexed_job(3, DFLOW_INDEX="7"), 7)],
+    ("pod", "index"), [(indexed_job(3), 3), (stateful_set(12), 12), (indexed_job(3, DFLOW_INDEX="7"), 7)]
 )
 def test_a_pods_number_is_its_index_when_nobody_says_another(pod: dict[str, str], index: int) -> None:
     assert found({**pod, "DFLOW_COORDINATOR": "coordinator.dflow:7711"}).index == index
@@ -224,11 +231,7 @@ def test_hosts_of_a_slice_on_gke_are_workers() -> None:
 
 
 def test_slices_follow_each_other() -> None:
-    more = {
-        "MEGASCALE_NUM_SLICES": "3",
-        "MEGASCALE_SLICE_ID": "2",
-        "MEGASCALE_COORDINATOR_ADDRESS": "first-0.tpu:8080",
-    }
+    more = {"MEGASCALE_NUM_SLICES": "3", "MEGASCALE_SLICE_ID": "2", "MEGASCALE_COORDINATOR_ADDRESS": "first-0.tpu:8080"}
     spec = found(gke_tpu(1, **more))
     assert (spec.coordinator, spec.index, spec.jobs) == ("first-0.tpu:7711", 9, {"ps": 12, "worker": 12})
     del more["MEGASCALE_COORDINATOR_ADDRESS"]
@@ -293,3 +296,172 @@ def test_the_explanation_says_what_was_seen_and_what_follows() -> None:
     assert "It has no certificate and no secret" in explained(detected(slurm(0)), {})
     file = {"DFLOW_CLUSTER": "c.toml", "DFLOW_INDEX": "0"}
     assert explained(detected(file), file).endswith("lies in certificates.")
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('coordinator = "h:7"\n[jobs]\nps = 2\nworker = ["a", "b:1"]\n[security]\nsecret_file = "s"\n')
+    file = read_cluster_file(str(path))
+    assert file.counts == {"ps": 2, "worker": 2}
+    spec = file.spec("worker", 1)
+    assert (spec.coordinator, spec.task, spec.listens) == ("h:7", "/job:worker/task:1", "b:1")
+    assert spec.security.secret_file == tmp_path / "s"
+    assert file.spec("ps", 0).listens == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("coordinator", "the cluster file c.toml is no TOML: "),
+        ("[jobs]\nps = 1", "c.toml has coordinator = None; write where it listens"),
+        ('coordinator = "h"', "has coordinator = 'h'; write where it listens"),
+        (
+            'coordinator = "h:7"\nworkers = 3',
+            "c.toml has 'workers', which means nothing; legal are coordinator, jobs, s",
+        ),
+        ('coordinator = "h:7"\njobs = 3', "jobs and security are tables"),
+        ('coordinator = "h:7"\n[jobs]\nps = -1', "ps = -1; write how many tasks there are, or a list"),
+        ('coordinator = "h:7"\n[jobs]\nps = true', "ps = True; write how many"),
+        ('coordinator = "h:7"\n[jobs]\nps = [""]', "write how many tasks there are, or a list"),
+        ('coordinator = "h:7"\n[security]\nkey = "x"', r"c.toml \[security\] has 'key', which means nothing"),
+        ('coordinator = "h:7"\n[security]\nsecret_file = 3', "secret_file = 3; write a path"),
+    ],
+)
+def test_a_mistake_is_named_with_the_file(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_cluster_file("c.toml", text)
+
+
+def test_a_task_that_is_not_in_the_file_is_refused() -> None:
+    file = parse_cluster_file("c.toml", 'coordinator = "h:7"\n[jobs]\nps = 2')
+    with pytest.raises(ConfigError, match=r"c\.toml has 2 tasks of job 'ps', numbered from 0, and no ps:2"):
+        file.spec("ps", 2)
+    with pytest.raises(ConfigError, match=r"c\.toml has no job 'worker'; it has ps"):
+        file.spec("worker", 0)
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file or directory"):
+        read_cluster_file(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize(
+    ("short", "names"),
+    [
+        ("node001", ["node001"]),
+        ("node001,host2", ["node001", "host2"]),
+        ("node[001-003],host2", ["node001", "node002", "node003", "host2"]),
+        ("node[001,007-009],host2", ["node001", "node007", "node008", "node009", "host2"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("r[0-1]n[1,3]x", ["r0n1x", "r0n3x", "r1n1x", "r1n3x"]),
+        ("a-1.example.org,b", ["a-1.example.org", "b"]),
+    ],
+)
+def test_lists_are_written_out_in_order(short: str, names: list[str]) -> None:
+    assert expanded(short) == names
+
+
+@pytest.mark.parametrize("short", ["", ",", "a,", ",a", "a,,b", "n[", "n]", "n[]", "n[1-]", "n[a-b]", "n[3-1]", "a b"])
+def test_a_text_that_is_no_list_of_hosts_is_refused(short: str) -> None:
+    with pytest.raises(ConfigError, match="is no list of hosts; one looks like node1,node"):
+        expanded(short)
+
+
+@pytest.mark.parametrize("short", ["n[1-999999999]", "n[0-9999]m[0-9999]"])
+def test_a_list_that_would_fill_the_memory_is_refused(short: str) -> None:
+    with pytest.raises(ConfigError, match="stands for more than 1048576 hosts"):
+        expanded(short)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["n", "gpu-", "r1n"]), st.integers(0, 99), st.integers(0, 20)), min_size=1))
+def test_ranges_keep_width_and_order(parts: list[tuple[str, int, int]]) -> None:
+    short = ",".join(f"{prefix}[{first:03d}-{first + more:03d}]" for prefix, first, more in parts)
+    names = [f"{prefix}{number:03d}" for prefix, first, more in parts for number in range(first, first + more + 1)]
+    assert expanded(short) == names
+
+
+@given(st.text(alphabet="n0123456789[]-, ", max_size=30))
+def test_any_text_gives_names_or_a_clear_refusal(short: str) -> None:
+    try:
+        names = expanded(short)
+    except ConfigError:
+        return
+    assert names
+    assert not any(sign in name for name in names for sign in "[], ")
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    """Serves attributes to requests with Google's header; `busy` fails once, and `broken` always."""
+
+    failures = 0
+
+    def do_GET(self) -> None:
+        if self.headers["Metadata-Flavor"] != "Google":
+            self.send_error(403)
+        elif self.path == "/computeMetadata/v1/instance/attributes/busy" and _Answers.failures < 1:
+            _Answers.failures += 1
+            self.send_error(503)
+        elif self.path.startswith("/computeMetadata/v1/instance/attributes/b"):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"3")
+        elif self.path.endswith("/broken"):
+            self.send_error(500)
+        else:
+            self.send_error(404)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{served.server_port}"
+        served.shutdown()
+
+
+def test_attributes_are_read_past_a_failure_and_past_a_proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    environment = {"GCE_METADATA_HOST": server}
+    assert read_metadata(environment, "busy") == "3"
+    assert read_metadata(environment, "nothing") is None
+
+
+def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_said() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"the metadata server did not give 'key' within 0\.1 s: "):
+        read_metadata({"GCE_METADATA_IP": "127.0.0.1:1"}, "key", timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "coordinator", ["127.0.0.1:7", "localhost:7", "[::1]:7", "unix:/run/c", "127.0.0.1:7;unix:/run/c@host"]
+)
+def test_a_coordinator_on_this_machine_alone_is_reached_by_loopback(coordinator: str) -> None:
+    assert own_host(coordinator) == "127.0.0.1"
+
+
+def test_a_name_that_nobody_knows_yet_or_that_is_ones_own_gives_the_address_of_the_default_route() -> None:
+    elsewhere = own_host("192.0.2.77:7")
+    assert own_host("no.such.host.invalid:7") == elsewhere
+    own = own_host(f"{socket.gethostname()}:7")
+    assert own.startswith("127.") == elsewhere.startswith("127."), "others cannot use what its name stands for here"
+
+
+@pytest.mark.parametrize(
+    ("said", "coordinator", "address"),
+    [
+        ("10.0.0.9", "h:7", "10.0.0.9:0;unix:"),
+        ("10.0.0.9:5", "h:7", "10.0.0.9:5;unix:"),
+        ("fd00::2", "h:7", "[fd00::2]:0;unix:"),
+        ("[fd00::2]:5", "h:7", "[fd00::2]:5;unix:"),
+        ("unix:/run/x", "h:7", "unix:/run/x"),
+        ("127.0.0.3", "127.0.0.1:7", "127.0.0.3:0;unix:"),
+        ("", "127.0.0.1:7", LOCAL_ADDRESS),
+        ("", "127.0.0.1:7;unix:/run/x@host", LOCAL_ADDRESS),
+    ],
+)
+def test_a_task_listens_where_it_is_told_or_where_the_coordinator_is_reached_from(
+    said: str, coordinator: str, address: str
+) -> None:
+    assert listening_address(said, coordinator) == address

@@ -75,12 +75,7 @@ class Events(LaunchView):
 
 def test_a_coordinator_that_dies_before_the_launcher_reaches_it_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    plan = LaunchPlan(
-        str(tmp_path / "script.py"),
-        stock={},
-        restarts={COORDINATOR: 3},
-        state=str(tmp_path / "state"),
-    )
+    plan = LaunchPlan(str(tmp_path / "script.py"), stock={}, restarts={COORDINATOR: 3}, state=str(tmp_path / "state"))
     view = Events()
     assert launch(NoStop(), plan, KillingPlace(), view, SocketTransport()) == 0, view.events
     assert "coordinator ended: killed by SIGKILL; it is started again immediately (restart 1 of 3)" in view.events

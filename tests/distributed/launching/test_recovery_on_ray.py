@@ -80,11 +80,7 @@ for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=1500):
 
 
 #: Without a token of the test the cluster makes one, which a launch does not know. Workers are started when needed.
-SETTINGS = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": secrets.token_hex(16),
-    "RAY_prestart_worker_first_driver": "0",
-}
+SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_prestart_worker_first_driver": "0"}
 
 
 @pytest.fixture

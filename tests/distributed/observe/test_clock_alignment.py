@@ -13,9 +13,7 @@ MOMENT_NS = st.integers(0, 10**9)
 
 
 @st.composite
-def worlds(
-    draw: st.DrawFn,
-) -> tuple[dict[str, int], dict[str, list[ClockSample]], list[Crossing]]:
+def worlds(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, list[ClockSample]], list[Crossing]]:
     """Clocks with equal rates and any offsets, with random delays of round trips and values."""
     offsets = {task: draw(st.integers(-(10**15), 10**15)) for task in TASKS}
     samples = {}

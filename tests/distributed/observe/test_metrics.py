@@ -1,8 +1,10 @@
-"""The metrics of a task and of the coordinator for Prometheus, over HTTP."""
+"""Metrics of tasks and the coordinator: steps, bytes, errors, and the time of processors."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,16 +14,21 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import dflow
 from dflow.distributed.cluster.joined_server import task_metrics
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.observe.metrics import MOST_NAMED, MetricsEndpoint, bounded, coordinator_metrics, metrics_address
+from dflow.distributed.observe.processor_use import processor_time, processor_use, thread_time, time_of_others
+from dflow.distributed.observe.step_counts import BOUNDS_S, StepCounts, error_class
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.testing import MemoryCluster, memory_cluster
-from dflow.tracing.errors import ConfigError, VariableError
+from dflow.tracing.errors import ConfigError, DeadlineExceeded, TaskLost, VariableError
 from tests.distributed.processes import Spawned
+from tests.distributed.waiting import until
 
 
 @pytest.fixture
@@ -155,3 +162,95 @@ def test_a_script_says_where_it_serves_them(capsys: pytest.CaptureFixture[str]) 
         assert said.startswith("dflow task worker:0: metrics are served at http://127.0.0.1:")
         with urllib.request.urlopen(said.split()[-1], timeout=30) as answer:
             assert b'dflow_task_info{task="worker:0"} 1.0' in answer.read()
+
+
+# Counts of steps by their outcome and duration.
+
+
+@given(st.lists(st.floats(0, 1000)))
+def test_each_time_is_in_the_first_bucket_whose_bound_is_no_less(times_s: list[float]) -> None:
+    counts = StepCounts()
+    for time_s in times_s:
+        counts.ended(time_s, None)
+    totals = counts.totals()
+    bounds = (*BOUNDS_S, float("inf"))
+    for place, bound in enumerate(bounds):
+        assert sum(totals.buckets[: place + 1]) == sum(time_s <= bound for time_s in times_s)
+    assert totals.done == len(times_s)
+    assert totals.total_s == pytest.approx(sum(times_s))
+    assert totals.mean_s == 0 if not times_s else min(times_s) - 1e-6 <= totals.mean_s <= max(times_s) + 1e-6
+
+
+def test_errors_are_counted_by_class_and_their_times_are_left_out() -> None:
+    counts = StepCounts()
+    for error in (TaskLost("gone"), TaskLost("gone"), DeadlineExceeded("late"), ValueError("odd")):
+        counts.ended(1.0, error)
+    totals = counts.totals()
+    assert totals.errors == {"TaskLost": 2, "DeadlineExceeded": 1, "other": 1}
+    assert (totals.done, totals.total_s) == (0, 0.0)
+
+
+def test_an_errors_class_is_one_that_dflow_knows() -> None:
+    class MyLoss(TaskLost):
+        pass
+
+    class Own(Exception):
+        pass
+
+    assert [error_class(error) for error in (MyLoss(""), Own(""), KeyboardInterrupt())] == [
+        "TaskLost",
+        "other",
+        "other",
+    ]
+
+
+# The use of the processor by this process and by kind of thread.
+
+
+def test_the_time_of_other_threads_is_theirs_alone_without_those_that_have_ended() -> None:
+    times_s = {11: 1.0, 12: 2.0, 14: 4.0}
+
+    def time_of(thread: int) -> float:
+        if thread not in times_s:
+            raise OSError("there is no such thread")
+        return times_s[thread]
+
+    assert time_of_others([11, 12, 13, 14], {11}, time_of) == 6.0
+
+
+def test_the_kinds_of_threads_add_up_to_the_time_of_the_process() -> None:
+    before_s, _ = processor_time()
+    python_s, other_s, _ = processor_use()
+    after_s, _ = processor_time()
+    assert before_s <= python_s + other_s <= after_s
+    assert other_s >= 0
+
+
+def test_the_time_of_a_thread_is_that_of_its_own_clock() -> None:
+    before_s = time.thread_time()
+    found_s = thread_time(threading.get_native_id())
+    assert before_s <= found_s <= time.thread_time()
+
+
+def test_a_thread_that_has_ended_has_no_time() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    native_id = thread.native_id
+    assert native_id is not None
+    # The system's thread ends a moment after Python's.
+    until(lambda: not Path(f"/proc/self/task/{native_id}").exists())
+    with pytest.raises(OSError, match="Invalid argument"):
+        thread_time(native_id)
+
+
+def test_each_wait_for_another_thread_is_a_wake_up() -> None:
+    _, before = processor_time()
+    for _ in range(100):
+        begun = threading.Event()
+        thread = threading.Thread(target=begun.wait)
+        thread.start()
+        begun.set()
+        thread.join()
+    _, after = processor_time()
+    assert after > before

@@ -247,9 +247,7 @@ def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
     assert sum(one.values for one in worker.channel.traffic()) == 40
 
 
-def test_a_reader_that_waits_for_a_value_lets_others_read(
-    pair: tuple[TaskServer, TaskServer],
-) -> None:
+def test_a_reader_that_waits_for_a_value_lets_others_read(pair: tuple[TaskServer, TaskServer]) -> None:
     worker, ps = pair
     ways: list[bool] = []
     multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: x @ y, x)[0, 0])

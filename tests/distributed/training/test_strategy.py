@@ -1,4 +1,4 @@
-"""What every strategy shares: the checks of `run` and the names of runs."""
+"""What all strategies share: arguments, names and ends of runs; steps that were loaded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -19,7 +22,7 @@ from dflow.distributed.training.open_runs import OpenRun, OpenRuns
 from dflow.distributed.training.strategy import Strategy, run_name
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.testing import MemoryCluster, memory_cluster
-from dflow.tracing.errors import StrategyError
+from dflow.tracing.errors import StrategyError, VariableError
 from tests.distributed.training.sync_programs import together
 from tests.distributed.waiting import DEADLINE_S, until
 
@@ -268,3 +271,45 @@ print(number)
 def test_wrong_arguments_are_refused_at_the_users_line(kind: Any, batches: Any, steps: Any, fact: str) -> None:
     with pytest.raises(StrategyError, match=rf"{fact}(.|\n)*test_strategy.py"):
         list(kind(dflow.connect()).run(lambda a: a, batches, steps=steps))
+
+
+# Loaded training steps under strategies: `Async` runs them over variables on tasks, other strategies refuse them.
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    w = dflow.Variable(lambda: jnp.ones(4), name="w")
+    optimizer = dflow.Optimizer(optax.sgd(0.5), [w], name="opt")
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        value, gradients = dflow.value_and_grad(lambda: jnp.sum(x * w), [w])()
+        optimizer.apply(gradients)
+        return value
+
+    return dflow.export(step, jax.ShapeDtypeStruct((4,), jnp.float32)).save(tmp_path / "step")
+
+
+def run(kind: str, worker: Cluster, step: Any) -> list[float]:
+    strategy = getattr(dflow.distributed, kind)(worker)
+    return [float(one) for one in strategy.run(step, [np.ones(4, np.float32)] * 2, steps=2, name=f"{kind} loaded")]
+
+
+def test_steps_of_variables_of_this_process_are_refused(worker: Cluster, path: Path) -> None:
+    loaded = dflow.load(path)
+    loaded(np.ones(4, np.float32))  # outside of a strategy they may be trained, and are traced
+    fact = r"'w', which the loaded function 'step' trains, lives in this process(.|\n)*load it within cluster.param"
+    with pytest.raises(VariableError, match=fact):
+        run("Async", worker, loaded)
+
+
+def test_steps_of_variables_of_tasks_are_for_async(worker: Cluster, path: Path) -> None:
+    with worker.parameter_servers():
+        loaded = dflow.load(path)
+    for step, fact in (
+        (loaded, r"got a Loaded(.|\n)*train by Async"),
+        (dflow.jit(lambda x: loaded(x) + 0), r"gives gradients 0 times \(to none\)(.|\n)*train by Async"),
+    ):
+        with pytest.raises(StrategyError, match=fact):
+            run("Sync", worker, step)
+    assert run("Async", worker, loaded) == [4, 2]

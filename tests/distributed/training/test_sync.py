@@ -12,19 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.testing import MemoryCluster
-from dflow.tracing.errors import StrategyError, VariableError
+from dflow.tracing.errors import GraphTypeError, StrategyError, VariableError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.wire_codecs import decoded, encoded
 from tests.distributed.training.sync_programs import Sync, pair, together
-
-#: All tests make their steps by one function.
-pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
-
 
 #: By name, the initial values of a model, and its output.
 MODELS: Any = {
@@ -81,6 +78,7 @@ def numbers(kind: str) -> list[tuple[Any, Any]]:
     return list(zip(x if kind == "mlp" else rows, y, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 @pytest.mark.parametrize(
     ("kind", "transformations"),
     [
@@ -113,6 +111,7 @@ def test_three_workers_have_the_weights_of_one_process_on_all_their_batches(
             np.testing.assert_allclose(got, right, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 def test_the_variables_that_a_step_reads_are_of_one_version_that_of_its_round(workers: list[Cluster]) -> None:
     def work(index: int, cluster: Cluster) -> Any:
         _, step = pair(cluster)
@@ -125,6 +124,7 @@ def test_the_variables_that_a_step_reads_are_of_one_version_that_of_its_round(wo
         assert seen == [(number, number) for number in range(20)]
 
 
+@pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 def test_a_step_that_ran_by_itself_is_traced_anew_and_goes_back(workers: list[Cluster]) -> None:
     model, step = pair(workers[0])
     step(1.0)
@@ -140,6 +140,7 @@ def test_a_step_that_ran_by_itself_is_traced_anew_and_goes_back(workers: list[Cl
     assert float(model["first"].read()[0]) == 8.0
 
 
+@pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 def test_a_step_that_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:
     cluster = workers[0]
     with cluster.parameter_servers():
@@ -153,11 +154,7 @@ def test_a_step_that_cannot_be_synchronous_is_refused(workers: list[Cluster]) ->
     looped = dflow.jit(lambda x: jax.lax.fori_loop(0, jnp.int32(x), lambda _, c: optimizer.apply([c]) or c, x))
     nested = dflow.jit(lambda x: [inner(x), inner(x)] and x)
     cases: list[tuple[Any, type[Exception], str]] = [
-        (
-            scanned,
-            StrategyError,
-            r"gives gradients 3 times \(to opt\).*\n  at .*\n  call apply .* outside of loops",
-        ),
+        (scanned, StrategyError, r"gives gradients 3 times \(to opt\).*\n  at .*\n  call apply .* outside of loops"),
         (looped, StrategyError, r"gives gradients 2 times \(to opt\)"),
         (nested, StrategyError, r"gives gradients 2 times \(to opt\)"),
         (dflow.jit(lambda x: x), StrategyError, r"gives gradients 0 times \(to none\)"),
@@ -177,9 +174,8 @@ def test_a_step_that_cannot_be_synchronous_is_refused(workers: list[Cluster]) ->
             Sync(cluster, backup_workers=count)
 
 
-def test_gradients_that_travel_smaller_are_rounded_once_on_their_way_into_the_variables(
-    workers: list[Cluster],
-) -> None:
+@pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
+def test_gradients_that_travel_smaller_are_rounded_once_on_their_way_into_the_variables(workers: list[Cluster]) -> None:
     given = [jnp.asarray(np.random.default_rng(number).normal(size=64), jnp.float32) for number in range(3)]
     type = ArrayType(np.dtype("float32"), (64,))
     expected = -sum(np.asarray(decoded("int8", encoded("int8", one), type)) for one in given) / 3
@@ -200,6 +196,7 @@ def test_gradients_that_travel_smaller_are_rounded_once_on_their_way_into_the_va
         np.testing.assert_allclose(b, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 def test_a_run_of_no_rounds_looks_at_no_batch(workers: list[Cluster]) -> None:
     def batch(number: int) -> Any:
         raise AssertionError("no batch is needed")
@@ -208,6 +205,7 @@ def test_a_run_of_no_rounds_looks_at_no_batch(workers: list[Cluster]) -> None:
     assert list(Sync(workers[0]).run(step, batch, steps=0, name="no rounds")) == []
 
 
+@pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 def test_the_last_result_comes_with_the_last_update(workers: list[Cluster]) -> None:
     """So a program that takes the results by `next`, and then stops, has trained and reported all steps."""
     made = Model(workers[0], "mlp", [lambda: optax.sgd(0.1)], "last")
@@ -225,6 +223,7 @@ def test_the_last_result_comes_with_the_last_update(workers: list[Cluster]) -> N
     np.testing.assert_array_equal(model["bias"].read(), after)
 
 
+@pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 def test_a_gradient_travels_once_and_averages_do_not_travel(memory: MemoryCluster, workers: list[Cluster]) -> None:
     """Each task averages the gradients of the variables that it holds."""
     rounds, shape = 4, (64, 64)
@@ -248,3 +247,98 @@ def test_a_gradient_travels_once_and_averages_do_not_travel(memory: MemoryCluste
     gradients = 3 * rounds * 4 * 4 * 64 * 64
     assert gradients <= sent["worker", "ps"] < gradients * 1.01
     assert sent["ps", "ps"] < gradients / 100
+
+
+# The extra arguments of `Optimizer.apply` in a synchronous step: averaged with the gradients, or refused.
+
+
+STEPS = 5
+
+
+def made(device: Any, transformation: Any, extra: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """A variable, and a step that passes `extra` of the loss with the gradient."""
+    with device.parameter_servers():
+        weights = dflow.Variable(lambda: jnp.zeros(3), name="weights")
+        optimizer = dflow.Optimizer(transformation, [weights], name="opt")
+
+    @dflow.jit
+    def step(x: Any, y: Any) -> Any:
+        def loss() -> Any:
+            return ((x @ weights - y) ** 2).mean()
+
+        value, gradients = dflow.value_and_grad(loss, [weights])()
+        optimizer.apply(gradients, **extra(value))
+        return value
+
+    return weights, step
+
+
+def batches() -> list[tuple[Any, Any]]:
+    drawn = np.random.default_rng(0)
+    return [tuple(drawn.normal(size=size).astype(np.float32) for size in ((3, 4, 3), (3, 4))) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [optax.polyak_sgd, lambda: optax.chain(optax.sgd(0.5), contrib.reduce_on_plateau(0.5, patience=1, rtol=0.2))],
+    ids=["polyak_sgd", "reduce_on_plateau"],
+)
+def test_a_value_is_the_mean_over_the_workers(workers: list[Cluster], transformation: Callable[[], Any]) -> None:
+    def work(index: int, cluster: Cluster) -> Any:
+        weights, step = made(cluster, transformation(), lambda value: {"value": value})
+        mine = [(x[index], y[index]) for x, y in batches()]
+        list(dflow.distributed.Sync(cluster).run(step, mine, steps=STEPS, name="run"))
+        return jax.device_get(weights.read())
+
+    found = together(workers, work)
+    weights, step = made(dflow.connect(), transformation(), lambda value: {"value": value})
+    for x, y in batches():
+        step(np.concatenate(x), np.concatenate(y))
+    for each in found:
+        np.testing.assert_allclose(each, weights.read(), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("transformation", "extra", "error", "text"),
+    [
+        (
+            optax.lbfgs(),
+            lambda value: {"value": value, "grad": [jnp.ones(3)], "value_fn": lambda params: params[0].sum()},
+            StrategyError,
+            "apply: expected extra arguments of floating arrays, .* got 'value_fn' with a function",
+        ),
+        (
+            optax.polyak_sgd(),
+            lambda value: {"value": jnp.int32(3)},
+            StrategyError,
+            "apply: expected extra arguments of floating arrays, .* got 'value'",
+        ),
+        (optax.polyak_sgd(), lambda value: {}, GraphTypeError, "the transformation needs, got none: .* 'value'"),
+        (optax.sgd(0.1), lambda value: {"value": value}, GraphTypeError, "the transformation uses, got 'value'"),
+    ],
+    ids=["a function", "an integer", "missing", "unused"],
+)
+def test_extra_arguments_without_a_mean_are_refused(
+    workers: list[Cluster], transformation: Any, extra: Callable[[Any], Any], error: type[Exception], text: str
+) -> None:
+    _, step = made(workers[0], transformation, extra)
+    x, y = batches()[0]
+    with pytest.raises(error, match=text) as caught:
+        next(dflow.distributed.Sync(workers[0]).run(step, [(x[0], y[0])], steps=1, name="run"))
+    assert "  at " in str(caught.value)
+
+
+def test_gradients_of_single_examples_are_refused(workers: list[Cluster]) -> None:
+    with workers[0].parameter_servers():
+        weights = dflow.Variable(lambda: jnp.zeros(3), name="weights")
+        by_example = optax.stateless(lambda updates, _: jax.tree.map(lambda each: -each.mean(0), updates))
+        optimizer = dflow.Optimizer(by_example, weights, name="opt")
+
+    @dflow.jit
+    def step(x: Any, y: Any) -> None:
+        optimizer.apply(jax.vmap(dflow.grad(lambda x, y: (x @ weights - y) ** 2, weights))(x, y))
+
+    x, y = batches()[0]
+    words = r"apply: expected one gradient of variable 'weights' in a synchronous step, got 4, one for each example"
+    with pytest.raises(StrategyError, match=words):
+        next(dflow.distributed.Sync(workers[0]).run(step, [(x[0], y[0])], steps=1, name="run"))

@@ -101,9 +101,6 @@ def test_certificates_and_a_secret_do_not_mix(tmp_path: Path, connect: Connect) 
 def test_a_unix_socket_of_the_same_user_needs_neither(both: SecurityPolicy) -> None:
     one, two = socket.socketpair(socket.AF_UNIX)
     with one, two:
-        for secured in (
-            dial(both, one, UnixAddress("/x")),
-            serve(both, two, UnixAddress("/x")),
-        ):
+        for secured in (dial(both, one, UnixAddress("/x")), serve(both, two, UnixAddress("/x"))):
             assert type(secured.stream) is Stream
             both.may_be_called(secured.identity, "anyone")
