@@ -161,9 +161,12 @@ def _entries(tree: Any, task: str) -> Iterator[NamedArray]:
 
 def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[NamedArray]:
     flat, _ = jax.tree_util.tree_flatten_with_path(optimizer.slots, is_leaf=is_variable)
-    prefix = _name_of(path, optimizer, "optimizer", task) if flat else ""
+    prefix = _name_of(path, optimizer, "optimizer", task) if flat or optimizer.rounding else ""
     for inner, slot in flat:
         yield NamedArray((slot,), _array_of(slot) if slot.is_named else f"{prefix}/{path_name(_path_of(inner, slot))}")
+    if optimizer.rounding is not None:
+        updates = optimizer.rounding.updates
+        yield NamedArray((updates,), updates.name if updates.is_named else f"{prefix}/rounded_updates")
 
 
 def _array_of(variable: Variable | Optimizer) -> str:

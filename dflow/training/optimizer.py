@@ -31,6 +31,7 @@ from dflow.training.given_gradients import flat_gradients, listed
 from dflow.training.optimizer_settings import settings_of
 from dflow.training.optimizer_slots import OptimizerSlots, structs_of
 from dflow.training.sharded_updates import on_shards
+from dflow.training.stochastic_rounding import StochasticRounding
 
 #: By the first variable: the number of optimizers that have each derived name.
 _derived: WeakDict[Variable, Counter[str]] = WeakDict()
@@ -47,6 +48,9 @@ class Optimizer(GivenOptimizer):
     name            prefix of the slots' names; given none, it is derived from the variables' names, so that it is
                     the same in every process. A second optimizer of the same variables on tasks needs one
     lazy_rows       leave a row of a variable, and of the slots of its shape, as it is when its gradient is all zero
+    stochastic_rounding  compute in float32, and round each new value of a bfloat16 variable, and of its slots, up or
+                    down at random, so that the mean of many small updates arrives. The bits depend on the number of
+                    updates, which is saved with the slots, and on the position in the array: a resumed run is exact
     wire            codec of the gradients on their way to variables on other tasks, one of those of `dflow.wire`
 
     Each array of the transformation's state becomes a variable, a slot. A slot that belongs to one of `variables`, such
@@ -64,6 +68,7 @@ class Optimizer(GivenOptimizer):
         name: str | None = None,
         wire: str = "none",
         lazy_rows: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         _check_transformation(transformation, variables)
         check_codec("an optimizer", wire)
@@ -93,6 +98,11 @@ class Optimizer(GivenOptimizer):
         self.slots = self._slots.state
         for variable in self._variables:
             variable.hooks.note_slots(self._slots)
+        #: None for rounding to the nearest.
+        self.rounding: StochasticRounding | None = None
+        if stochastic_rounding:
+            slots = jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable)
+            self.rounding = StochasticRounding(self._variables, slots, self.name, self.is_named)
         #: The names of extra arguments with which the transformation was tried.
         self._checked: set[frozenset[str]] = set()
 
@@ -147,7 +157,8 @@ class Optimizer(GivenOptimizer):
     @functools.cached_property
     def settings(self) -> tuple[str, ...]:
         """A text for each setting, such as `scale_by_adam.b1: 0.9`, to compare those of several processes."""
-        own = f"wire: {self._codec!r}", f"lazy_rows: {self._lazy_rows}"
+        is_random = self.rounding is not None
+        own = f"wire: {self._codec!r}", f"lazy_rows: {self._lazy_rows}", f"stochastic_rounding: {is_random}"
         return (*own, *settings_of(self._transformation))
 
     def _found_by_variable(self, found: Any) -> dict[Variable, list[Any]]:
@@ -184,12 +195,9 @@ class Optimizer(GivenOptimizer):
         """Update by gradients of what was found; by those of a synchronous step if `found` has nothing."""
         with with_state(), own_scope("apply", self.name), naming_extra(extra) as extra:
             arrays = [gradient.dense() if is_row_gradient(gradient) else gradient for gradient in given]
-            updates, state = self._transformation.update(
-                self._tree.unflatten(arrays),
-                read(self.slots),
-                self._tree.unflatten([v.read() for v in self._variables]),
-                **extra,
-            )
+            inputs = self._tree.unflatten(arrays), read(self.slots), read(self.variables)
+            seed = None if self.rounding is None else self.rounding.begin_update()
+            updates, state = self._transformation.update(*self._wide(inputs), **extra)
             values = self._slots.values_in(state)
             #: For some variables, a mask of the rows that are updated.
             masks: dict[Variable, Any] = {}
@@ -205,10 +213,19 @@ class Optimizer(GivenOptimizer):
                     masks[variable] = mask & masks[variable] if variable in masks else mask
                     changed = jnp.where(mask, changed, 0)
                 applied[variable] = changed
-                add_update(variable, changed)
+                if self.rounding is None or not self.rounding.rounds(variable):
+                    add_update(variable, changed)
+                else:
+                    variable.assign(self.rounding.stored(self._wide(variable.read()) + changed, variable, seed))
+            if self.rounding is not None:
+                slots = jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable)
+                values = [self.rounding.stored(*pair, seed) for pair in zip(values, slots, strict=True)]
             self._slots.assign(values, masks)
             for variable, looked in found.items():
                 variable.hooks.admit(looked, applied[variable])
+
+    def _wide(self, tree: Any) -> Any:
+        return tree if self.rounding is None else self.rounding.wide(tree)
 
     def __getattr__(self, name: str) -> NoReturn:
         remedy = ""

@@ -41,6 +41,7 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p, wire_p
 from dflow.tracing.rows.lookups import CALLS, RULED
+from dflow.tracing.rows.random_rounding import round_at_random_p
 from dflow.tracing.rows.row_branches import branched
 from dflow.tracing.rows.row_sums import carried_sums, of_rows, summed_over
 from dflow.tracing.rows.row_values import (
@@ -53,6 +54,7 @@ from dflow.tracing.rows.row_values import (
     computed_now,
     is_zero,
     operands_first,
+    without_change,
 )
 from dflow.tracing.rows.row_wise import ELEMENTWISE, row_by_row
 from dflow.tracing.rows.rows_to_dense import dense_to_rows_p, is_bound, note_p, rows_to_dense_p, warn_of_dense
@@ -238,6 +240,19 @@ class _Pass:
         params = {**equation.params, "kind": update}
         return bind(equation.primitive, params, [index.positions, rows], origin_of(equation))
 
+    def _rounded(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
+        """Rows rounded at random, by their numbers."""
+        value, _, seed = operands
+        if not isinstance(value, Rowwise) or value.index is None:
+            return None
+        rest = without_change(equation, value.rest)
+        if rest is None:
+            return None
+        index, rows = value.unique.index, value.unique.rows
+        assert index is not None
+        [rows] = bind(equation.primitive, equation.params, [rows, index.positions, seed], origin_of(equation))
+        return [Rowwise(equation, operands, rest, index, rows)]
+
     def _cond(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """Branches without effects that compute with rows."""
         if equation.effects or not any(isinstance(operand, Rowwise) for operand in operands):
@@ -384,4 +399,5 @@ _RULES: Mapping[str, Callable[[_Pass, Equation, list[Any]], Sequence[Any] | None
     note_p.name: _Pass._noted,
     name_p.name: _Pass._named,
     wire_p.name: _Pass._named,
+    round_at_random_p.name: _Pass._rounded,
 }

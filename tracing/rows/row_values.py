@@ -278,6 +278,11 @@ def is_same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, Stored) and one == other)
 
 
+def without_change(equation: Equation, rest: Rest) -> Rest | None:
+    """The rest of a conversion to fewer bits if these are enough: of zeros, or of what had so many; else None."""
+    return Fill(np.zeros((), equation.params["new_dtype"])[()]) if is_zero(rest) else _convert(equation, [rest])
+
+
 def _add(equation: Equation, rests: Sequence[Any]) -> Rest | None:
     one, other = rests
     return other if is_zero(one) else one if is_zero(other) else None
