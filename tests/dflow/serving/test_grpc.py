@@ -64,8 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ModelServer]:
-    """A server of all, with batches of at most 4 rows and requests of at most 10,000 bytes."""
-    with served(folder, ServingSettings(max_batch=4, max_bytes=10_000), grpc=ANY_PORT) as server:
+    """A server of all, for requests of at most 10,000 bytes."""
+    with served(folder, ServingSettings(max_bytes=10_000), grpc=ANY_PORT) as server:
         yield server
 
 
@@ -217,7 +217,6 @@ def test_health_metadata_and_the_repository(folder: Path, tmp_path: Path) -> Non
             "input 'x': expected raw_input_contents, the only form of BF16",
         ),
         (request(x=typed([1, -2], [1])), "INVALID_ARGUMENT", "input 'x': expected a shape of sizes from 0, got [1"),
-        (request(x=typed([5, 2], range(10))), "INVALID_ARGUMENT", "scale: expected at most 4 rows, got 5"),
         (request(x={"datatype": "TEXT"}), "INVALID_ARGUMENT", "input 'x': expected a datatype of BOOL, "),
         (request(), "INVALID_ARGUMENT", "scale: expected the inputs x, got none"),
         (request("same"), "NOT_FOUND", "model 'same' has several functions; name one: same.all, same.typed"),
