@@ -8,6 +8,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import jax
 import numpy as np
@@ -149,10 +150,18 @@ class FoundIds:
 def _flattened(found: FoundIds) -> tuple[Any, Any]:
     if _is_cut(found):
         raise found.cut_error()
-    return (found.shards, found.places), (found.table, found.shape)
+    # JAX keeps the trees of arguments after the call: they must not keep the table, and its variables, alive.
+    return (found.shards, found.places), (ref(found.table), found.shape)
 
 
-jax.tree_util.register_pytree_node(FoundIds, _flattened, lambda about, parts: FoundIds(*about, *parts))
+def _unflattened(about: tuple[ref[Any], tuple[int, ...]], parts: Any) -> FoundIds:
+    table, shape = about[0](), about[1]
+    if table is None:
+        raise VariableError("expected found ids of a table in use, got those of one that is gone", "keep the table")
+    return FoundIds(table, shape, *parts)
+
+
+jax.tree_util.register_pytree_node(FoundIds, _flattened, _unflattened)
 
 
 def _is_cut(part: Any) -> bool:

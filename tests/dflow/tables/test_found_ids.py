@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,3 +114,16 @@ def test_a_vocabulary_goes_through_orbax_by_its_own_names(tmp_path: Path) -> Non
         step(IDS)
         assert not dflow.restore(tmp_path / name, state).missing
         np.testing.assert_array_equal(held(IDS), rows)
+
+
+def test_found_ids_keep_no_table_alive() -> None:
+    def used() -> tuple[weakref.ref[Any], Any]:
+        made = dflow.Embedding(8, 2, name="short-lived", vocabulary=dflow.Vocabulary(bucket=8))
+        dflow.jit(lambda ids: jax.jit(made)(made.find(ids)))(IDS)
+        return weakref.ref(made.shards[0]), jax.tree.structure(made.find(IDS))
+
+    shard, tree = used()
+    gc.collect()
+    assert shard() is None
+    with pytest.raises(dflow.VariableError, match="found ids of a table in use, got those of one that is gone"):
+        jax.tree.unflatten(tree, [1] * tree.num_leaves)
