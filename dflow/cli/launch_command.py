@@ -15,6 +15,7 @@ from dflow.cli.cluster_options import add_security
 from dflow.cli.command import Command, add_all_tables, add_seconds, at_least_one, checked, count, job_count
 from dflow.cli.launch_backends import add_backends, backend_of
 from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.compilation_cache import SWITCH_VARIABLE, cache_folder
 from dflow.distributed.launching.dashboard_address import require_dashboard
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
 from dflow.distributed.launching.restarts import restart_limit
@@ -85,6 +86,7 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
         help="where each task's output is written, up to twice 64 MiB each (default: a new folder in the system's "
         "folder for temporary files)",
     )
+    _add_compilation_cache(parser)
     add_all_tables(parser)
     parser.add_argument(
         "--dashboard",
@@ -99,6 +101,15 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
     add_security(parser)
     parser.add_argument("script", help="the Python script that each worker runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+
+
+def _add_compilation_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-compilation-cache",
+        action="store_true",
+        help="compile all programs at each start; by default each host keeps up to 1 GiB of them in "
+        "~/.cache/dflow/compiled, or in the folder of JAX_COMPILATION_CACHE_DIR as JAX's variables say",
+    )
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -138,6 +149,8 @@ def _launch(options: argparse.Namespace) -> int:
     ):
         view = LoggedView(shown, logs)
         view.show_event(f"{note}each task's output is kept in {logs.folder}")
+        if (compiled := cache_folder({**os.environ, **{one.name: one.value for one in plan.environment}})) is not None:
+            view.show_event(f"compiled programs are kept for later starts in {compiled}")
         if kept is not None:
             view.show_event(kept.news)
         plan = _kept_here(plan, f"{state}/coordinator" if kept is None else str(kept.path), logs.folder)
@@ -170,6 +183,7 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
     jobs = {"worker": options.workers, **dict(options.jobs)}
     of_scripts = [policy for job, policy in options.restarts if not job]
     restarts = dict.fromkeys([*jobs, COORDINATOR], of_scripts[-1]) if of_scripts else {}
+    switch = (Setting(SWITCH_VARIABLE, "0"),) if options.no_compilation_cache else ()
     return LaunchPlan(
         options.script,
         tuple(options.arguments),
@@ -178,7 +192,7 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
         restarts=restarts | {job: policy for job, policy in options.restarts if job},
         snapshots="" if options.snapshots is None else str(options.snapshots.resolve()),
         snapshot_every_s=options.snapshot_every,
-        environment=(*_proofs(options), *options.environment),
+        environment=(*_proofs(options), *switch, *options.environment),
         dashboard=options.dashboard_port or ("0" if options.dashboard else ""),
         accept=accepted(read("DFLOW_ACCEPT")) if options.accept is None else options.accept,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.compilation_cache import cache_variables
 from dflow.distributed.launching.shares import Share
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.distributed.process.parent_watch import LIFELINE_VARIABLE
@@ -67,7 +68,8 @@ class LaunchTarget(Protocol):
 class ThisMachine:
     """This machine: each program is a child process, which ends with the launcher, even if that is killed.
 
-    Programs run with the interpreter `python` and the environment of this process.
+    Programs run with the interpreter `python` and the environment of this process, and keep what they compile
+    (`compilation_cache`).
 
     `shares`  each task's share of the machine's GPUs and cores, by full name; a task without one may use all
     """
@@ -84,6 +86,7 @@ class ThisMachine:
         # A task that crashes in native code prints the stacks of its threads.
         defaults = {"PYTHONFAULTHANDLER": "1", **program.defaults}
         environment = {**defaults, **os.environ, **share.environment, **program.environment, **ours}
+        environment = {**cache_variables(environment), **environment}
         command = [self._python, *program.words]
         name = short_task_name(program.task)
         return ChildProcess(
