@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
-# Two processes suit the two-core machines of CI; each compiles with XLA, so more of them than cores is slower.
-WORKERS ?= 2
+# For two cores: tests wait four tenths of their time, for processes and for deadlines.
+WORKERS ?= 3
 # Each begins with a half of the files in order, which keeps what tests of one file share in one process.
 IN_PROCESSES := -n $(WORKERS) --dist worksteal
 

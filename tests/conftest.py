@@ -31,13 +31,13 @@ _OF_CLUSTERS = (
 #: Folders whose tests are all as those marked `once`.
 ONCE = ("tests/lowering/files/", "tests/simulation/", "tests/distributed/launching/", *_OF_CLUSTERS)
 #: Folders of whose tests that run on one Python CI runs them on the second, so that both runs take about as long.
-ON_SECOND = ("tests/dflow/tables/", *_OF_CLUSTERS)
+ON_SECOND = ("tests/benchmarks/test_tiny.py", "tests/dflow/tables/", *_OF_CLUSTERS)
 
-#: Each Python of CI has half of the tests of each file in these folders. Elsewhere it has each test, with half of its
-#: cases: a newer JAX breaks tests of tracing, lowering and calls first.
-HALF_OF_A_FILE = (
-    "tests/distributed/",
-    *(f"tests/dflow/{folder}/" for folder in ("exporting", "graphs", "input", "tables", "trainer", "training")),
+#: Each Python of CI has each test here, with half of its cases: a newer JAX breaks tests of tracing, lowering, calls
+#: and random programs first. Elsewhere it has half of the tests of each file.
+HALF_OF_A_TEST = (
+    *(f"tests/{folder}/" for folder in ("lowering", "reference", "tracing")),
+    *(f"tests/dflow/{name}" for name in ("calls/", "jit_surface/", "test_programs.py")),
 )
 
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run on CI's platform.
@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(nodeid: str) -> str:
-    return nodeid.partition("::" if nodeid.startswith(HALF_OF_A_FILE) else "[")[0]
+    return nodeid.partition("[" if nodeid.startswith(HALF_OF_A_TEST) else "::")[0]
 
 
 def _runs_once(item: pytest.Item) -> bool:

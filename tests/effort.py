@@ -6,7 +6,7 @@ Each test declares its number of cases in `make test`, and one factor multiplies
 one, and CI smaller ones. The random cases of its second Python are a part of the first one's. Tests that are marked
 `once` run on one of the two. `make nightly` alone runs the tests marked `long`.
 
-`DFLOW_TEST_HALF` is 0 or 1: a half of the cases of each parametrised test, in some folders of the tests of each file.
+`DFLOW_TEST_HALF` is 0 or 1: a half of the tests of each file, in some folders of the cases of each parametrised test.
 One Python of CI has one half, and the other Python the other; the commit decides which, so a few commits together have
 all cases on both.
 """
