@@ -159,11 +159,11 @@ def _converted(leaf: Any, name: Callable[[], str], is_wanted: bool) -> Any:
         return leaf  # JAX's own error tells to make it static
     array = np.asarray(leaf) if _is_column(leaf) else leaf
     if isinstance(array, list | tuple) or getattr(array, "dtype", np.dtype(int)).kind in _KINDS_OF_TEXT:
-        return _ids_of(array, name)
+        return ids_of(array, name())
     if not is_wide(array) or keeps_64_bits():
         return array
     if isinstance(array, _NUMPY) and array.dtype.kind in "iu":
-        return _ids_of(array, name) if is_wanted or is_lost(array) else array
+        return ids_of(array, name()) if is_wanted or is_lost(array) else array
     check_numbers([array], lambda: [name()])
     return array
 
@@ -176,14 +176,16 @@ def _declared(leaf: jax.ShapeDtypeStruct) -> Any:
     return (StringIds if is_text else IntegerIds)(part, part)
 
 
-def _ids_of(values: Any, name: Callable[[], str]) -> WideIds:
-    made = wide_ids_of(values, name())
-    return (StringIds if _are_texts(values) else IntegerIds)(made.high, made.low)
+def ids_of(values: Any, what: str) -> StringIds | IntegerIds:
+    """Return ids as those of an argument; `what` is the noun for them in errors. Raises InputError as `wide_ids`."""
+    array = np.asarray(values) if _is_column(values) else values
+    made = wide_ids_of(array, what)
+    return (StringIds if _are_texts(array) else IntegerIds)(made.high, made.low)
 
 
 def _are_texts(values: Any) -> bool:
     if isinstance(values, list | tuple):
-        return True
+        return is_list_of_strings(values)
     return values.dtype.kind in "UST" or (values.dtype == object and are_strings(np.asarray(values)))
 
 

@@ -27,10 +27,10 @@ from dflow.lowering.programs.portable_tree import (
     NamedTuple,
     Tree,
     build,
-    leaves_of,
     parts_of,
     parts_of_type,
     plain,
+    program_leaves_of,
 )
 from dflow.tracing.ir.types import dtype_name
 from dflow.tracing.rows.slices import have_each_once
@@ -119,7 +119,7 @@ def _derivatives(program: jax.export.Exported) -> int:
 
 def _types(tree: Tree) -> Any:
     """Return a tree as `jax.export` stores it, with the text of the type as each leaf."""
-    return build(plain(tree), iter([type for _, type in leaves_of(tree, "")]))
+    return build(plain(tree), iter([type for _, type in program_leaves_of(tree, "")]))
 
 
 def _check_types(verb: str, expected: Any, tree: Any, avals: Sequence[Any]) -> None:

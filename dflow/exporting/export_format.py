@@ -28,9 +28,10 @@ from dflow.lowering.files.regular_file import LinkError, read_regular, reading_r
 from dflow.tracing.errors import CheckpointError, ExportError
 from dflow.tracing.ir.types import ArrayType
 
-#: The newest format version that this dflow reads, and writes for programs that check numbers against an open size.
-#: Version 3 checks ids, version 2 has variables that divide an array, and version 1 none of these.
-FORMAT = 4
+#: The newest format version that this dflow reads, and writes for functions that take ids as they are. Version 4 checks
+#: numbers against an open size, version 3 checks ids, version 2 has variables that divide an array, and version 1 none
+#: of these.
+FORMAT = 5
 
 MANIFEST = "manifest.json"
 PROGRAMS = "programs"

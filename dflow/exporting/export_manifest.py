@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, leaves_of, parts_of_type, text
+from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, leaves_of, parts_of_type, program_leaves_of, text
 from dflow.tracing.rows.axis_slice import AxisSlice
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -125,7 +125,7 @@ def arguments_of(parameters: Sequence[Parameter]) -> Tree:
 
 def open_sizes_of(parameters: Sequence[Parameter]) -> dict[str, tuple[int, int]]:
     """Return, by the text of each open size, the number of a leaf of the arguments that has it, and the dimension."""
-    leaves = [leaf for parameter in parameters for leaf in leaves_of(parameter.tree, parameter.name)]
+    leaves = [leaf for parameter in parameters for leaf in program_leaves_of(parameter.tree, parameter.name)]
     found: dict[str, tuple[int, int]] = {}
     for number, (_, type) in enumerate(leaves):
         for dim, size in enumerate(parts_of_type(type)[1]):

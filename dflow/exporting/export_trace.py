@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from dflow.calls.function import jit
-from dflow.calls.static_arguments import static_arguments
+from dflow.calls.static_arguments import StaticArguments, static_arguments
 from dflow.exporting.export_manifest import (
     CheckEntry,
     FunctionSignature,
@@ -25,11 +25,13 @@ from dflow.exporting.export_manifest import (
 from dflow.exporting.open_sizes import as_given, sizes_from_zero
 from dflow.lowering.programs.export import PureProgram, exported, pure_program
 from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
+from dflow.tracing.argument_ids import GivenIds, is_list_of_strings, naming_ids, with_ids
 from dflow.tracing.derivatives.discharge import constants_within
 from dflow.tracing.errors import DflowError, ExportError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import closed_parts, devices_of_shardings
 from dflow.tracing.jaxprs.captured import is_large
+from dflow.tracing.jaxprs.trace import argument_names
 from dflow.tracing.source import is_user_file
 from dflow.tracing.state.resources import Variable, is_variable
 from dflow.tracing.state.variable_trees import handles
@@ -68,10 +70,30 @@ def make(
 
     A letter is any size from 0, or from 1 if an op of the function needs that.
     """
-    if (from_zero := sizes_from_zero((args, kwargs))) is not None:
-        with suppress(Exception):  # of an op that needs a row; the cause of any other is found again
-            return _made(name, fn, from_zero[0], from_zero[1], names, **options)
-    return _made(name, fn, args, kwargs, names, **options)
+    args, kwargs, ids = _with_ids(name, fn, args, kwargs)
+    with naming_ids(ids):
+        if (from_zero := sizes_from_zero((args, kwargs))) is not None:
+            with suppress(Exception):  # of an op that needs a row; the cause of any other is found again
+                return _made(name, fn, from_zero[0], from_zero[1], names, **options)
+        return _made(name, fn, args, kwargs, names, **options)
+
+
+def _with_ids(
+    name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[GivenIds]]:
+    """Return the arguments with ids in place of strings and 64-bit integers, and these ids."""
+    static = static_arguments(fn) if callable(fn) and hasattr(fn, "trace") else StaticArguments()
+    *traced, fixed = static.split(args, kwargs)
+
+    def names() -> list[str]:
+        found = argument_names(fn, args, kwargs, static.test_of(args), is_list_of_strings)
+        return [f"{name}: argument {one!r}" for one in found]
+
+    given, ids = with_ids(tuple(traced), names, is_declared=True)
+    if ids is None:
+        return args, kwargs, ()
+    made_args, made_kwargs = static.joined(args, kwargs)(*given) if fixed else given
+    return made_args, made_kwargs, ids
 
 
 def _made(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import msgspec
+import numpy as np
 
 from dflow import __version__
 from dflow.exporting.export_format import FORMAT
@@ -26,6 +27,7 @@ from dflow.exporting.open_sizes import LETTERS
 from dflow.exporting.savable_functions import SavableFunctions
 from dflow.exporting.small_weights import FORMS, WeightForm, WeightReport, report, with_small_weights
 from dflow.lowering.programs.export import exported
+from dflow.lowering.programs.portable_tree import is_ids, leaves_of
 from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
 from dflow.tracing.errors import ExportError
 from dflow.tracing.ir.types import array_type_of
@@ -125,11 +127,14 @@ def _parts(variables: Mapping[str, Variable]) -> dict[str, PartEntry]:
     return entries
 
 
-def _format_of(signatures: Iterable[FunctionSignature], has_parts: bool) -> int:
+def _format_of(signatures: Collection[FunctionSignature], has_parts: bool) -> int:
     """Return the oldest version of the format that holds an export, so that an older dflow reads it if it can."""
+    parameters = [parameter for one in signatures for parameter in one.parameters]
+    if any(is_ids(type) for one in parameters for _, type in leaves_of(one.tree, one.name)):
+        return FORMAT
     checks = [check for one in signatures for check in one.checks.values()]
     if any(isinstance(check.rows, str) for check in checks):
-        return FORMAT
+        return 4
     return 3 if checks else 2 if has_parts else 1
 
 
@@ -143,6 +148,8 @@ def _add_constants(constants: dict[str, Any], signature: str, one: TracedExport)
     return stored
 
 
+#: Dtypes of arguments that are ids.
+_OF_IDS = (np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.str_))
 _OPTIONS = ("platforms", "vjp_order", "disabled_checks", "weights")
 
 
@@ -204,7 +211,8 @@ def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
     """Return an argument type for `export`, such as `dflow.spec("b, 784", jnp.float32)`.
 
     shape  a string for `jax.export.symbolic_shape`, or a sequence; a letter is any size, the same one in every spec
-    dtype  dtype of the array, reduced to 32 bits unless JAX's 64-bit mode is on
+    dtype  dtype of the array. `numpy.str_` is for strings, `numpy.int64` and `numpy.uint64` for integers that are ids
+           for a table with a vocabulary; others are reduced to 32 bits unless JAX's 64-bit mode is on
 
     Raises ExportError if `shape` cannot be read.
     """
@@ -216,8 +224,8 @@ def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
             f"{shape!r} is no shape: {str(error).splitlines()[0]}",
             "write the dimensions with commas between: dflow.spec('b, 784', jnp.float32)",
         ) from None
-    is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return jax.ShapeDtypeStruct(dims, dtype if is_extended else jax.dtypes.canonicalize_dtype(dtype))
+    is_kept = jnp.issubdtype(dtype, jax.dtypes.extended) or (dtype is not int and np.dtype(dtype) in _OF_IDS)
+    return jax.ShapeDtypeStruct(dims, dtype if is_kept else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _name_of(fn: Any) -> str:

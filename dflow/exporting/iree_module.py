@@ -17,7 +17,7 @@ import numpy as np
 from dflow.exporting.export_manifest import and_list, arguments_of
 from dflow.exporting.exported_call import result_leaves
 from dflow.exporting.loader import Loaded
-from dflow.lowering.programs.portable_tree import build, leaves_of, parts_of_type, plain
+from dflow.lowering.programs.portable_tree import build, is_ids, leaves_of, parts_of_type, plain
 from dflow.tracing.errors import ConfigError, ExportError
 from dflow.tracing.ir.types import ArrayType, array_type_of, parse_dtype
 
@@ -95,6 +95,11 @@ def compile_module(
     positional = [one for one in signature.parameters if one.by != "name"]
     named = [one for one in signature.parameters if one.by == "name"]
     leaves = [leaf for one in (*positional, *named) for leaf in leaves_of(one.tree, one.name)]
+    if ids := [path for path, type in leaves if is_ids(type)]:
+        raise ExportError(
+            f"{name}: {and_list(ids)}: expected arrays of numbers, got ids, which IREE lacks",
+            "export a function of their two parts: lambda high, low: fn(dflow.WideIds(high, low))",
+        )
     inputs = [(path, _fixed(path, type)) for path, type in leaves]
     program = model._programs[name]
     state = {key: model.variables[key].read() for key in signature.variables}

@@ -44,7 +44,7 @@ from dflow.exporting.savable_functions import SavableFunctions
 from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.files.mapped_chunks import LEAST_BYTES
 from dflow.lowering.programs.foreign_program import RefusedCall, bytecode_reader, read_program
-from dflow.lowering.programs.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, plain
+from dflow.lowering.programs.portable_tree import MismatchError, build, flatten, parts_of_type, plain, program_leaves_of
 from dflow.lowering.values.devices import default_name
 from dflow.lowering.values.first_value import Unshared
 from dflow.tracing.errors import ExportError, SignatureError, WireError
@@ -328,7 +328,7 @@ def _leaves(name: str, parameter: Parameter, value: Any) -> Iterator[Any]:
         raise SignatureError(
             f"{name} was called with another structure: {error}", "give it the structure it was exported for"
         ) from None
-    for (path, wanted), leaf in zip(leaves_of(parameter.tree, parameter.name), leaves, strict=True):
+    for (path, wanted), leaf in zip(program_leaves_of(parameter.tree, parameter.name), leaves, strict=True):
         yield _fitting(name, path, wanted, leaf)
 
 

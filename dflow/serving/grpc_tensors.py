@@ -22,7 +22,7 @@ from dflow.serving.request_members import (
     WantedOutput,
     check_parameters,
 )
-from dflow.serving.tensors import array_of_bytes, datatype_of, dtype_of
+from dflow.serving.tensors import array_of_bytes, bytes_of, datatype_of, dtype_of
 
 #: The field of `contents` that has the values of a datatype. FP16 and BF16 have none.
 _CONTENTS = {
@@ -33,6 +33,7 @@ _CONTENTS = {
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
 }
 _REQUEST_CHECKS = {"timeout": REQUEST_CHECKS["timeout"]}
 _OUTPUT_CHECKS = {"classification": OUTPUT_CHECKS["classification"]}
@@ -99,7 +100,7 @@ def _array_of(tensor: Any, raw: bytes | None) -> np.ndarray[Any, Any]:
         return _from_contents(subject, tensor, given, dtype)
     if given:
         raise RefusedRequest(400, f"{subject}: expected raw_input_contents or contents, got both")
-    if len(raw) != (due := math.prod(shape) * dtype.itemsize):
+    if (due := bytes_of(dtype, shape)) not in (None, len(raw)):
         raise RefusedRequest(400, f"{subject}: expected {due} bytes for {tensor.datatype}{shape}, got {len(raw)}")
     return array_of_bytes(subject, raw, dtype, shape)
 

@@ -29,6 +29,7 @@ from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.serving.request_members import RefusedRequest
 from dflow.serving.signature_tensors import SignatureTensors
+from dflow.serving.tensors import zeros
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, SignatureError
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import QueueType
@@ -227,7 +228,7 @@ class RequestQueue:
         batch = {}
         for spec in self.tensors.inputs:
             arrays = [one[spec.name] for one in given]
-            padding = [np.zeros((size - total, *arrays[0].shape[1:]), arrays[0].dtype)]
+            padding = [zeros((size - total, *arrays[0].shape[1:]), arrays[0].dtype)]
             batch[spec.name] = np.concatenate(arrays + padding)
         return batch
 

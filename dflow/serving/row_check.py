@@ -58,8 +58,9 @@ def dependence_of_rows(tensors: SignatureTensors, fn: Any, rows: int = ROWS) -> 
 
 
 def _drawn(random: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    if dtype.kind in "biu":
-        return random.integers(0, 2, shape).astype(dtype)
+    if dtype.kind in "biuO":
+        drawn = random.integers(0, 2, shape)
+        return drawn.astype(str if dtype.kind == "O" else dtype).astype(dtype)
     return random.standard_normal(shape).astype(dtype)
 
 
@@ -78,6 +79,8 @@ def _fills(dtype: np.dtype[Any]) -> list[Any]:
     """Return the values for the other rows; None takes the drawn 0 for 1 and 1 for 0."""
     if dtype.kind == "b":
         return [None, False, True]
+    if dtype.kind == "O":
+        return ["", "0", "1", "a", "100", "\0", "user"]
     if dtype.kind in "iu":
         whole = np.iinfo(dtype)
         # Not the extremes: an integer may be a number of iterations.

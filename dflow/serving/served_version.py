@@ -14,7 +14,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dflow.exporting.export_format import read_manifest
 from dflow.exporting.export_manifest import wide_arrays
@@ -22,6 +21,7 @@ from dflow.exporting.loader import load
 from dflow.serving.request_batches import BatchObserver, RequestQueue, batch_sizes
 from dflow.serving.row_check import ROWS, dependence_of_rows
 from dflow.serving.signature_tensors import SignatureTensors
+from dflow.serving.tensors import zeros
 from dflow.tracing.errors import ConfigError, ExportError
 
 #: Threads that call a function without batches: one prepares and answers while the other waits for the device.
@@ -172,7 +172,7 @@ class ServedVersion:
                     not str(dim).isidentifier() for spec in tensors.inputs for dim in spec.dims if isinstance(dim, str)
                 ):
                     continue  # no size is known to be one of a dimension such as 2*n
-                tensors.call(self._loaded[name], tensors.example(lambda dtype, shape: np.zeros(shape, dtype), letters))
+                tensors.call(self._loaded[name], tensors.example(lambda dtype, shape: zeros(shape, dtype), letters))
 
     @contextmanager
     def _unchanged(self, names: list[str]) -> Iterator[None]:

@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 
 from dflow.exporting.export_manifest import FunctionSignature, arguments_of
-from dflow.lowering.programs.portable_tree import Dict, build, flatten, leaves_of, parts_of, parts_of_type
+from dflow.lowering.programs.portable_tree import Dict, build, flatten, is_ids, leaves_of, parts_of, parts_of_type
 from dflow.serving.request_members import RefusedRequest
 from dflow.serving.tensors import datatype_of
+from dflow.tracing.argument_ids import ids_of
 from dflow.tracing.errors import ExportError, InputError
 from dflow.tracing.ir.types import DTYPES
+
+#: Dtypes of ids in requests, by the names of their types.
+_IDS: Mapping[str, np.dtype[Any]] = {"str": np.dtype(object), "id64": np.dtype(np.int64)}
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class SignatureTensors:
         positional = [one.name for one in signature.parameters if one.by != "name"]
         named = [one.name for one in signature.parameters if one.by == "name"]
         self._order = [path for one in (*positional, *named) for path, _ in by_name[one]]
+        self._ids = {path for path, type in inputs if is_ids(type)}
         self.inputs = [_spec(name, path, type) for path, type in inputs]
         self.outputs = [_spec(name, path, type) for path, type in _outputs(signature)]
         self.batch = self._batch_letter()
@@ -116,10 +121,17 @@ class SignatureTensors:
 
     def call(self, fn: Any, arrays: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
         """Call the function with these inputs, and return its outputs, in order, as NumPy arrays."""
-        args, named = build(self._arguments, iter([arrays[name] for name in self._order]))
+        leaves = [leaf for name in self._order for leaf in self._leaves(name, arrays[name])]
+        args, named = build(self._arguments, iter(leaves))
         with self._precision():
             result = fn(*args, **named)
             return [np.asarray(leaf) for leaf in flatten(self._signature.result, result, "result")]
+
+    def _leaves(self, name: str, array: Any) -> Sequence[Any]:
+        if name not in self._ids:
+            return [array]
+        ids = ids_of(array, f"input {name!r}")
+        return [ids.high, ids.low]
 
     def example(self, fill: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
         """Return inputs of these sizes; `fill(dtype, shape)` makes each. Letters without a size have 1."""
@@ -141,9 +153,10 @@ def _outputs(signature: FunctionSignature) -> Sequence[tuple[str, str]]:
 
 def _spec(function: str, path: str, type: str) -> TensorSpec:
     dtype, dims = parts_of_type(type)
-    if dtype not in DTYPES or datatype_of(DTYPES[dtype]) is None:
+    known = _IDS.get(dtype, DTYPES.get(dtype))
+    if known is None or datatype_of(known) is None:
         raise ExportError(
             f"{function}: {path} is {type}, and the Open Inference Protocol has no such dtype",
             "export a function that takes and returns numbers of at most 64 bits",
         )
-    return TensorSpec(path, DTYPES[dtype], tuple(int(dim) if dim.isdecimal() else dim for dim in dims))
+    return TensorSpec(path, known, tuple(int(dim) if dim.isdecimal() else dim for dim in dims))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -31,7 +32,7 @@ from dflow.serving.request_members import (
     decode_members,
 )
 
-#: The protocol's dtypes. Strings (BYTES) are none of dflow's.
+#: The protocol's dtypes of numbers.
 DATATYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(bool),
     **{f"{sign}INT{bits}": np.dtype(f"{sign}int{bits}".lower()) for sign in ("", "U") for bits in (8, 16, 32, 64)},
@@ -40,7 +41,12 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
     "FP32": np.dtype(np.float32),
     "FP64": np.dtype(np.float64),
 }
-_NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+#: The dtypes of inputs: strings are objects, `bytes` or `str`.
+_INPUTS = {**DATATYPES, "BYTES": np.dtype(object)}
+_NAMES = {dtype: name for name, dtype in _INPUTS.items()}
+
+#: The length of a string in BYTES.
+_LENGTH = struct.Struct("<I")
 
 BINARY_HEADER = "Inference-Header-Content-Length"
 
@@ -97,20 +103,20 @@ def _array_of(tensor: SentTensor, rest: memoryview) -> tuple[np.ndarray[Any, Any
         raise RefusedRequest(400, f"{subject}: expected data or the parameter binary_data_size, got {given}")
     if size is None:
         return _from_json(subject, data, dtype, tensor.shape), rest
-    due = math.prod(tensor.shape) * dtype.itemsize
-    if type(size) is not int or size != due or size > len(rest):
+    due = bytes_of(dtype, tensor.shape)
+    if type(size) is not int or size != (size if due is None else due) or not 0 <= size <= len(rest):
         raise RefusedRequest(
             400,
-            f"{subject}: expected {due} bytes of binary data for {tensor.datatype}{tensor.shape}, got binary_data_size "
-            f"{size!r} and {len(rest)} bytes",
+            f"{subject}: expected {'its' if due is None else due} bytes of binary data for {tensor.datatype}"
+            f"{tensor.shape}, got binary_data_size {size!r} and {len(rest)} bytes",
         )
     return array_of_bytes(subject, rest[:size], dtype, tensor.shape), rest[size:]
 
 
 def dtype_of(subject: str, datatype: str, shape: Sequence[int]) -> np.dtype[Any]:
     """Return the dtype of a tensor. Raises RefusedRequest, also for a shape that no array has."""
-    if (dtype := DATATYPES.get(datatype)) is None:
-        raise RefusedRequest(400, f"{subject}: expected a datatype of {', '.join(DATATYPES)}, got {datatype!r}")
+    if (dtype := _INPUTS.get(datatype)) is None:
+        raise RefusedRequest(400, f"{subject}: expected a datatype of {', '.join(_INPUTS)}, got {datatype!r}")
     if any(dim < 0 for dim in shape) or len(shape) > 64:
         raise RefusedRequest(400, f"{subject}: expected a shape of sizes from 0, got {list(shape)}")
     if math.prod(dim for dim in shape if dim) * dtype.itemsize > sys.maxsize:  # NumPy refuses it, also beside a 0
@@ -118,10 +124,39 @@ def dtype_of(subject: str, datatype: str, shape: Sequence[int]) -> np.dtype[Any]
     return dtype
 
 
+def bytes_of(dtype: np.dtype[Any], shape: Sequence[int]) -> int | None:
+    """Return the size of an array in bytes; None for strings, of which each has its own."""
+    return None if dtype.kind == "O" else math.prod(shape) * dtype.itemsize
+
+
+def zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return an array of zeros, or of empty strings."""
+    return np.full(shape, b"", object) if dtype.kind == "O" else np.zeros(shape, dtype)
+
+
+def _strings_of_bytes(subject: str, data: bytes | memoryview, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return the strings of BYTES, each after its length as 4 bytes. Raises RefusedRequest for another number."""
+    due, at = math.prod(shape), 0
+    found: list[bytes] = []
+    while len(found) < due and at + _LENGTH.size <= len(data):
+        [size] = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size + size
+        found.append(bytes(data[at - size : at]))
+    if len(found) != due or at != len(data):
+        raise RefusedRequest(
+            400, f"{subject}: expected {due} strings, each after its length as 4 bytes, got {len(data)} other bytes"
+        )
+    array = np.empty(due, object)
+    array[:] = found
+    return array.reshape(shape)
+
+
 def array_of_bytes(
     subject: str, data: bytes | memoryview, dtype: np.dtype[Any], shape: Sequence[int]
 ) -> np.ndarray[Any, Any]:
-    """Return the array of as many bytes as it has. Raises RefusedRequest for bytes that are no BOOL."""
+    """Return the array of as many bytes as it has. Raises RefusedRequest for bytes that are no BOOL or no BYTES."""
+    if dtype.kind == "O":
+        return _strings_of_bytes(subject, data, shape)
     if dtype.kind == "b" and len(data) and int(np.frombuffer(data, np.uint8).max()) > 1:
         raise RefusedRequest(400, f"{subject}: expected the bytes 0 and 1 for BOOL, got another")
     array = np.frombuffer(data, dtype).reshape(shape)
@@ -130,7 +165,7 @@ def array_of_bytes(
 
 @cache
 def _list_decoder(kind: str, depth: int) -> msgspec.json.Decoder[Any]:
-    item: Any = {"b": bool, "i": int, "u": int}.get(kind, float)
+    item: Any = {"b": bool, "i": int, "u": int, "O": str}.get(kind, float)
     for _ in range(depth):
         item = list[item]
     return msgspec.json.Decoder(item)
@@ -139,7 +174,7 @@ def _list_decoder(kind: str, depth: int) -> msgspec.json.Decoder[Any]:
 def _array_of_list(data: bytes, dtype: np.dtype[Any], depth: int) -> np.ndarray[Any, Any]:
     """Return the array of a list in JSON; a long list is decoded in pieces, between which other threads run."""
     decode = _list_decoder(dtype.kind, depth).decode
-    if depth == 0 or len(data) <= _PIECE_BYTES:
+    if depth == 0 or len(data) <= _PIECE_BYTES or dtype.kind == "O":  # strings may have the ends of items
         return np.array(decode(data), dtype)
     end, arrays, start, opening = _end_of_item(depth), [], 0, b""
     while found := end.search(data, start + _PIECE_BYTES):
@@ -170,7 +205,7 @@ def _from_json(subject: str, data: bytes, dtype: np.dtype[Any], shape: Sequence[
         raise RefusedRequest(
             400, f"{subject}: expected {datatype_of(dtype)} of shape {list(shape)}, got {got}"
         ) from None
-    if dtype.kind not in "biu" and not np.isfinite(array.astype(np.float64)).all():
+    if dtype.kind not in "biuO" and not np.isfinite(array.astype(np.float64)).all():
         raise RefusedRequest(400, f"{subject}: expected numbers that {datatype_of(dtype)} can hold, got a larger one")
     if array.size != math.prod(shape) or (is_nested and array.size and array.shape != tuple(shape)):
         got = f"a list of shape {list(array.shape)}" if is_nested else f"{array.size} values"

@@ -104,7 +104,7 @@ def shape_of_ids(ids: Any) -> tuple[int, ...]:
 def refuse_found(ids: Any, table: str) -> None:
     """Raise InputError for ids that a table without a vocabulary does not take."""
     if isinstance(ids, WideIds):
-        way_out = f"make table {table!r} with vocabulary=dflow.Vocabulary(), or give the numbers of its rows"
+        way_out = f"make table {table!r} with vocabulary=dflow.Vocabulary(), or give the numbers of its rows as int32"
         raise IdsAreNoNumbers(ids, f"a lookup in table {table!r}, which has none", way_out)
     if isinstance(ids, FoundIds):
         raise InputError(

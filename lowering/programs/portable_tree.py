@@ -19,14 +19,22 @@ from typing import Any
 
 import msgspec
 
+from dflow.tracing.argument_ids import ids_of
 from dflow.tracing.jax_frontend import Handle, is_resource
+from dflow.tracing.wide_ids import IntegerIds, StringIds, WideIds
 
+#: By class of ids: the name of their type in place of a dtype.
+_NAMES_OF_IDS: dict[Any, str] = {StringIds: "str", IntegerIds: "id64"}
+_KINDS_OF_IDS = {name: kind for kind, name in _NAMES_OF_IDS.items()}
 #: The supported types of a dict's keys.
 Key = str | int | bool
 
 
 class Leaf(msgspec.Struct, frozen=True, tag_field="kind", tag="array"):
-    """An array; `type` is its type as graphs print it, such as `f32[b,784]`."""
+    """An array; `type` is its type as graphs print it, such as `f32[b,784]`.
+
+    Ids have the types `str[b]`, of strings, and `id64[b]`, of integers; a program takes two arrays of `u32[b]`.
+    """
 
     type: str
 
@@ -88,6 +96,10 @@ def tree_of(treedef: Any, types: Iterator[str], path: str) -> Tree:
         return Leaf(next(types))
     kind, data = node
     children = treedef.children()
+    if kind in _NAMES_OF_IDS:
+        high, low = next(types), next(types)
+        assert high == low
+        return Leaf(_NAMES_OF_IDS[kind] + low.removeprefix("u32"))
     if kind is type(None):
         return Nothing()
     if kind is tuple or kind is list:
@@ -113,6 +125,20 @@ def leaves_of(tree: Tree, path: str) -> list[tuple[str, str]]:
     return [found for suffix, child in parts_of(tree) for found in leaves_of(child, path + suffix)]
 
 
+def program_leaves_of(tree: Tree, path: str) -> list[tuple[str, str]]:
+    """As `leaves_of`, of the arrays that a program takes: two for ids."""
+    return [
+        (where, one)
+        for where, type in leaves_of(tree, path)
+        for one in ([f"u32[{type.partition('[')[2]}"] * 2 if is_ids(type) else [type])
+    ]
+
+
+def is_ids(type: str) -> bool:
+    """Whether the type of a leaf is one of ids."""
+    return type.partition("[")[0] in _NAMES_OF_IDS.values()
+
+
 def parts_of(tree: Tree) -> list[tuple[str, Tree]]:
     """Return the children of a node, each with the expression that selects it, such as `[0]` or `.x`."""
     match tree:
@@ -127,11 +153,11 @@ def parts_of(tree: Tree) -> list[tuple[str, Tree]]:
 
 
 def flatten(tree: Tree, value: Any, path: str) -> list[Any]:
-    """Return the leaves of a value, which must have this structure. Raises MismatchError."""
+    """Return the leaves of a value, which must have this structure. Raises MismatchError, and InputError for no ids."""
     if not _fits(tree, value):
         raise MismatchError(f"{path}: expected {text(tree)}, got {_described(value)}")
     if isinstance(tree, Leaf):
-        return [value]
+        return _parts_of_ids(tree, value, path) if is_ids(tree.type) else [value]
     children = parts_of(tree)
     parts = [value[key] for key, _ in tree.of] if isinstance(tree, Dict) else value if children else ()
     inner = zip(children, parts, strict=True)
@@ -141,8 +167,8 @@ def flatten(tree: Tree, value: Any, path: str) -> list[Any]:
 def _fits(tree: Tree, value: Any) -> bool:
     """Whether the root of a value is as in the structure, with as many children."""
     match tree:
-        case Leaf():
-            return value is not None and not isinstance(value, Mapping | tuple | list)
+        case Leaf(kind):
+            return value is not None and not isinstance(value, Mapping if is_ids(kind) else Mapping | tuple | list)
         case Nothing():
             return value is None
         case Held():
@@ -153,6 +179,14 @@ def _fits(tree: Tree, value: Any) -> bool:
             return bool(getattr(value, "_fields", None) == tuple(field for field, _ in of))
         case Tuple(of) | List(of):
             return type(value) is (tuple if isinstance(tree, Tuple) else list) and len(value) == len(of)
+
+
+def _parts_of_ids(tree: Leaf, value: Any, path: str) -> list[Any]:
+    ids = value if isinstance(value, WideIds) else ids_of(value, path)
+    other = StringIds if tree.type.startswith(_NAMES_OF_IDS[IntegerIds]) else IntegerIds
+    if isinstance(ids, other) and ids.size:
+        raise MismatchError(f"{path}: expected {tree.type}, got {'strings' if other is StringIds else 'integers'}")
+    return [ids.high, ids.low]
 
 
 def _described(value: Any) -> str:
@@ -167,6 +201,8 @@ def build(tree: Tree, leaves: Iterator[Any], variables: Mapping[str, Any] = Mapp
     """Return the value of this structure with these leaves and these variables."""
     parts = [build(child, leaves, variables) for _, child in parts_of(tree)]
     match tree:
+        case Leaf(type) if is_ids(type):
+            return _KINDS_OF_IDS[type.partition("[")[0]](next(leaves), next(leaves))
         case Leaf():
             return next(leaves)
         case Nothing():
@@ -187,6 +223,8 @@ def plain(tree: Tree) -> Tree:
     """Return the structure in the form that JAX's files hold, with the same leaves in the same order."""
     parts = [plain(child) for _, child in parts_of(tree)]
     match tree:
+        case Leaf(type) if is_ids(type):
+            return Tuple([Leaf(one) for _, one in program_leaves_of(tree, "")])
         case Held():
             return Nothing()
         case List():

@@ -85,7 +85,7 @@ X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"datatype": "FLOAT"}, r"input 'x': expected a datatype of BOOL, .*FP64, got 'FLOAT'"),
+        ({"datatype": "FLOAT"}, r"input 'x': expected a datatype of BOOL, .*FP64, BYTES, got 'FLOAT'"),
         ({"shape": [-1]}, r"input 'x': expected a shape of sizes from 0, got \[-1\]"),
         ({"shape": [2**70, 0], "data": []}, r"input 'x': expected a shape of at most \d+ bytes, got \[\d+, 0\]"),
         ({"shape": [2**40, 2**40, 0], "data": []}, "input 'x': expected a shape of at most"),
