@@ -110,13 +110,15 @@ class ModelServer:
     def _start(self, listener: socket.socket) -> None:
         """Start the threads, and return when connections are accepted."""
         self._loop, self._stops_at = _new_loop(), 0.0
+        self._refused: Exception | None = None
         self._serving = threading.Thread(target=self._serve, args=(listener,), name="dflow serve http", daemon=True)
         self._watching = threading.Thread(target=self._watch, name="dflow serve versions", daemon=True)
         self._serving.start()
         while not self._server.started:
             self._serving.join(_LOOK_S)
             if not self._serving.is_alive():
-                raise InternalError("the server ended before it accepted connections; its log has the reason")
+                # As when another server, which has loaded its models meanwhile, listens at the port.
+                raise OSError(f"cannot listen: {self._refused}; give another --address or --grpc, or port 0")
         self._watching.start()
 
     def stop(self, grace_s: float = 30.0) -> bool:
@@ -162,6 +164,10 @@ class ModelServer:
         self._loop.set_exception_handler(_log_fault)
         try:
             self._loop.run_until_complete(self._served(listener))
+        except (OSError, RuntimeError) as error:
+            if self._server.started:
+                raise
+            self._refused = error
         finally:
             self._loop.close()
             listener.close()
@@ -170,8 +176,10 @@ class ModelServer:
         """Answer requests until `stop`, and until clients have read the answers."""
         if self.grpc_address is not None:
             await self._grpc.start(self.grpc_address)
-        await self._server.serve(sockets=[listener])
-        await self._grpc.stop(_until(self._stops_at))
+        try:
+            await self._server.serve(sockets=[listener])
+        finally:
+            await self._grpc.stop(_until(self._stops_at))
 
     def _swap(self, change: Callable[[], None]) -> None:
         """Run `change` on the loop, where no handler is between finding a version and submitting to it."""

@@ -6,6 +6,7 @@ The clients are Triton's, and raw calls with its generated messages, which share
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -393,6 +394,10 @@ def test_a_port_in_use_is_an_error_and_an_address_may_need_certificates(folder: 
     assert server.grpc_address is not None
     with pytest.raises(OSError, match=rf"cannot listen at {server.grpc_address}: .*; give another --grpc, or port 0"):
         ModelServer(folder, ANY_PORT, ServingSettings(), SameMachine(), grpc=server.grpc_address)
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        twice = TcpAddress(*listener.getsockname())
+    with pytest.raises(OSError, match=r"cannot listen: .* in use.*; give another --address or --grpc, or port 0"):
+        ModelServer(folder / "scale", twice, ServingSettings(), SameMachine(), grpc=twice)
     with pytest.raises(SecurityError, match=r"address '0.0.0.0:0' is not a loopback address"):
         ModelServer(folder, ANY_PORT, ServingSettings(), SameMachine(), grpc=TcpAddress("0.0.0.0", 0))
 
