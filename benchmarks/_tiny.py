@@ -85,6 +85,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     ),
     "recovery": ({"STEADY_S": to(1.0)}, (*ONE_ROUND, "--mib", "1")),
     "replicas": ({"BACKUPS": to((0,))}, (*ONE_ROUND, "--workers", "1", "--steps", "4", "--compute", "0.01")),
+    "rounding": ({"RULES": first, "STEPS": to(10)}, ONE_ROUND),
     "scaling": ({"TASKS": first}, ("--steps", "2")),
     "serving": ({}, (*ONE_ROUND, "--clients", "2", "--milliseconds", "200", "--width", "8", "--alone")),
     "snapshots": ({"SHARES": to((0.001, 1.0))}, (*ONE_ROUND, "--mib", "2")),
