@@ -21,6 +21,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from dflow.tracing.state import container
+from dflow.tracing.weak_by_identity import WeakDict
 from tests.golden import UpdateMode
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +42,8 @@ BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL
 
 @pytest.mark.once
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
-def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
+def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "_members", WeakDict())  # without the containers of earlier tests
     if missing := [name for name in OF_LIBRARIES.get(page.name, ()) if find_spec(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
     with namespace_of(page) as namespace:
