@@ -112,7 +112,7 @@ class ShardVocabulary(VariableHooks):
             is_own = self._born.read()[rows] <= looked.clock
             if self.config.expire_after is not None:
                 is_own &= ~self._has_expired(rows, self._clock())
-            shared = self._row(looked.rows // (self.config.bucket + 1), jnp.int32(self.config.bucket))
+            shared = self._row(self._bucket_of_row(looked.rows), jnp.int32(self.config.bucket))
             return jnp.where(is_own, looked.rows, shared)
 
     def gradient_rows(self, found: RowsFound) -> RowsFound:
@@ -207,7 +207,7 @@ class ShardVocabulary(VariableHooks):
     def _note_use(self, used: _Used, now: Any, offset: Any, is_update: bool, counted: dict[str, Any]) -> Any:
         """Note the use of the ids that have rows; return a mask of the others that are to get one."""
         is_id, own = used.is_id, self.config.bucket
-        had_own = is_id & (used.rows % (own + 1) != own)
+        had_own = is_id & (used.rows != self._row(self._bucket_of_row(used.rows), jnp.int32(own)))
         counted["found"] += _number(had_own)
         counted["shared"] += _number(is_id & ~had_own)
         cell = self._cell(used.ids, used.bucket)
@@ -335,6 +335,10 @@ class ShardVocabulary(VariableHooks):
         is_own = (self._by_bucket(self._ids, bucket) == ids[:, None]).all(-1) & (born > 0) & (born <= born_by)
         # XLA takes a CPU three times as long for `argmax`.
         return jnp.where(is_own, jnp.arange(self.config.bucket), self.config.bucket).min(1)
+
+    def _bucket_of_row(self, rows: Any) -> Any:
+        # Unsigned: a gather repeats the division for each element of a row, and that of signed numbers is longer.
+        return (rows.astype(jnp.uint32) // np.uint32(self.config.bucket + 1)).astype(jnp.int32)
 
     def _row(self, bucket: Any, cell: Any) -> Any:
         return bucket * (self.config.bucket + 1) + cell.astype(jnp.int32)
