@@ -147,7 +147,7 @@ class Connection:
             self.is_broken = False
             self._changed.notify_all()
             is_closed = self.is_closed
-        _release(released)
+        _release(released)  # without the lock: it calls code of the senders
         if is_closed:
             stream.shut_down()
         self._queue.resume(stream, self._again)

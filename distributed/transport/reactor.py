@@ -150,6 +150,7 @@ class Reactor:
                 elif file == self._wake:
                     os.eventfd_read(file)
                 if _LEADS.reactor is not self:
+                    # It handed over the lead while it read. The new leader's poll has the rest of these events again.
                     return
             if self._stalls_at:
                 self._end_stalled()

@@ -115,6 +115,7 @@ class SharedPool:
             if offset is None:
                 return None
             flag = self._free_flags.popleft()
+        # Without the lock, since the copy takes long: no other thread has this block and this flag.
         start = _FLAGS + offset
         for part in parts_of(payload):
             end = start + len(part)
@@ -123,7 +124,7 @@ class SharedPool:
             else:
                 np.copyto(self._bytes[start:end], np.frombuffer(part, np.uint8))
             start = end
-        self._bytes[flag] = 1
+        self._bytes[flag] = 1  # first: `_collect` frees the values in the list whose flag is 0
         with self._lock:
             self._lent.append((flag, offset))
         return _LOCATION.pack(flag, offset, size_bytes)

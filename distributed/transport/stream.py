@@ -82,8 +82,9 @@ class Stream:
         This is done in the kernel, which saves the `poll` that Python would do in each call.
         """
         whole_s = int(timeout_s)
+        # At least 1 us: to the kernel, 0 is no time-out at all.
         value = _TIMEVAL.pack(whole_s, max(int((timeout_s - whole_s) * 1e6), 1 if whole_s == 0 else 0))
-        self._sock.settimeout(None)
+        self._sock.settimeout(None)  # else Python has the socket not block, and polls
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 

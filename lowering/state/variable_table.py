@@ -85,12 +85,14 @@ class VariableTable:
         thread = get_ident()
         try:
             with self.lock:
+                # As a rule it has its values from its last call, and then calls without a critical section.
                 while step.results is not None or step.written is None or step.wanted or self._is_inside:
                     self.section(partial(self._acquire, step))
                 step.thread, step.results = thread, results
             call_into(results, call, (step.written, step.read, *args))
         finally:
-            if step.results is results:  # no call until it is None
+            # Without the lock: until `results` is None again, other threads change neither it nor `written`.
+            if step.results is results:
                 if results:
                     step.written = results[0][0]
                 step.results = None

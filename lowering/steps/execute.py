@@ -237,6 +237,7 @@ class Execution:
     def cancel_at_end(self, cancel: Cancel) -> None:
         """Call `cancel` if the run fails while the operation waits."""
         self._cancels.append(cancel)
+        # The thread on which the run failed may have called those that were there, before this one came.
         if self.error is not None:
             self._cancel_all(self.error)
 
