@@ -31,7 +31,17 @@ _OF_CLUSTERS = (
 #: Folders whose tests are all as those marked `once`.
 ONCE = ("tests/lowering/files/", "tests/simulation/", "tests/distributed/launching/", *_OF_CLUSTERS)
 #: Folders of whose tests that run on one Python CI runs them on the second, so that both runs take about as long.
-ON_SECOND = ("tests/benchmarks/test_tiny.py", "tests/dflow/tables/", *_OF_CLUSTERS)
+#: Of the tests of launched processes, Ray's stay on the first, which alone has Ray.
+ON_SECOND = (
+    "tests/benchmarks/test_tiny.py",
+    "tests/dflow/tables/",
+    "tests/examples/test_examples.py",
+    *(
+        f"tests/distributed/launching/test_{subject}.py"
+        for subject in ("launcher", "on_ssh", "resumed_launch", "sidecars")
+    ),
+    *_OF_CLUSTERS,
+)
 
 #: Each Python of CI has each test here, with half of its cases: a newer JAX breaks tests of tracing, lowering, calls
 #: and random programs first. Elsewhere it has half of the tests of each file.
