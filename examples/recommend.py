@@ -1,11 +1,12 @@
 """Recommend films from names: a table whose rows are given to the names as they come, in one process or on a cluster.
 
-    python examples/recommend.py
-    dflow launch --ps 2 --workers 2 examples/recommend.py
+    python examples/recommend.py --export model
+    dflow launch --ps 2 --workers 2 examples/recommend.py --export model
+    dflow serve model                  # a client sends names, as strings (BYTES)
 
-Users and films are strings, and no list of them is needed: `dflow.wide_ids` hashes the names of a batch, and a table
-with a vocabulary gives a row to each name that is used. Few rows are enough for the names that are used often; the
-names of users that came once share rows. The ratings are drawn from a hidden model.
+Users and films are strings, and no list of them is needed: a table with a vocabulary gives a row to each name that is
+used. Few rows are enough for the names that are used often; the names of users that came once share rows. The ratings
+are drawn from a hidden model.
 """
 
 import argparse
@@ -51,24 +52,27 @@ def make_step(table: dflow.Embedding, optimizer: dflow.Optimizer):
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--steps", type=int, default=300, help="training steps of all workers together")
+    options.add_argument("--strategy", choices=["Async", "Sync", "Hybrid"], default="Async")
+    options.add_argument("--export", help="the folder to export the trained model to")
     given = options.parse_args()
-    cluster = dflow.connect()
+    cluster = dflow.connect(collectives=given.strategy == "Hybrid")
     with cluster.parameter_servers():
         # A name gets a row at its second use, so guests take hardly any.
         table = dflow.Embedding(1024, DIM, vocabulary=dflow.Vocabulary(admit_after=2), name="names")
         optimizer = dflow.Optimizer(optax.adagrad(0.3, initial_accumulator_value=1e-6), [table], name="adagrad")
 
-    def batch(step: int) -> tuple:
-        users, films, ratings = draw(step + 1)
-        return dflow.wide_ids(users), dflow.wide_ids(films), ratings
+    def rate(user, film):
+        return {"rating": 3 + (table(user) * table(film)).sum(-1)}
 
-    for _ in dflow.distributed.Async(cluster).run(make_step(table, optimizer), batch, steps=given.steps):
-        pass
+    strategy = getattr(dflow.distributed, given.strategy)(cluster)
+    [*strategy.run(make_step(table, optimizer), lambda step: draw(step + 1), steps=given.steps)]
     if cluster.elect("evaluation"):
         users, films, ratings = draw(0)
-        predicted = 3 + (table(users) * table(films)).sum(-1)  # outside of training: names as they are
+        predicted = rate(users, films)["rating"]  # outside of training: rows of names, without a gradient
         print(f"held-out error {np.mean((predicted - ratings)[4:] ** 2):.3f}; of the mean {ratings.var():.3f}")
         print(table.counts(), flush=True)
+        if given.export:
+            dflow.export(rate, dflow.spec("b", np.str_), dflow.spec("b", np.str_)).save(given.export)
     cluster.close()
 
 
