@@ -23,6 +23,7 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.evaluation.shared_evaluation import Evaluations
 from dflow.distributed.training.strategy import arguments_of
 from dflow.state_backends import by_backend
+from dflow.tracing.argument_ids import is_list_of_strings, naming_ids, with_ids
 from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.derivatives.discharge import State
 from dflow.tracing.derivatives.discharge import evaluate as discharged
@@ -31,7 +32,6 @@ from dflow.tracing.errors import TrainingError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import accesses, host_resources, make_jaxpr
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.number_range import check_numbers
 from dflow.tracing.path_names import leaf_names
 from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.source import caller
@@ -155,11 +155,11 @@ class _Evaluation:
 
     def variables(self, batch: Any) -> Sequence[Variable]:
         """Return the variables that the step uses for a batch."""
-        return self._program(*_flat(batch)).variables
+        return self._program_for(batch)[0].variables
 
     def names(self, batch: Any) -> frozenset[str]:
         """Return the names of the results for a batch."""
-        return self._program(*_flat(batch)).names
+        return self._program_for(batch)[0].names
 
     def use(self, variables: Sequence[Variable], values: Sequence[jax.Array]) -> None:
         """Use these values of the variables."""
@@ -171,9 +171,7 @@ class _Evaluation:
         before: tuple[_EvaluationProgram, Mapping[str, Any]] | None = None
         with ExitStack() as captures:
             for batch in batches:
-                leaves, tree = _flat(batch)
-                check_numbers(leaves, lambda: leaf_names("evaluate: batch", batch))  # noqa: B023
-                program = self._program(leaves, tree)
+                program, leaves = self._program_for(batch)
                 if self._values is None:
                     self.use(program.variables, _captured(program.variables, captures))
                 outputs = program.run(self._values_for(program), leaves)
@@ -182,6 +180,13 @@ class _Evaluation:
                 before = program, outputs
             _add(totals, before)
         return dict(totals)
+
+    def _program_for(self, batch: Any) -> tuple[_EvaluationProgram, list[Any]]:
+        """Return the program for a batch, and the leaves of its arguments, with ids in place of strings."""
+        given, ids = with_ids(batch, lambda: leaf_names("evaluate: batch", batch, is_list_of_strings))
+        leaves, tree = jax.tree_util.tree_flatten(tuple(arguments_of(given)))
+        with naming_ids(ids or ()):
+            return self._program(leaves, tree), leaves
 
     def _program(self, leaves: Sequence[Any], tree: Any) -> _EvaluationProgram:
         """Return the program for arguments of these types, which is traced if it is new."""
@@ -203,10 +208,6 @@ class _Evaluation:
                 at=caller(),
             )
         return [values[variable] for variable in program.variables]
-
-
-def _flat(batch: Any) -> tuple[list[Any], Any]:
-    return jax.tree_util.tree_flatten(tuple(arguments_of(batch)))
 
 
 def _captured(variables: Sequence[Variable], captures: ExitStack) -> list[jax.Array]:

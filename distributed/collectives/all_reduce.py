@@ -22,7 +22,7 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.process_mesh import ProcessMesh
 from dflow.distributed.process.termination import Terminated
-from dflow.distributed.training.batch_supply import END, BatchSupply
+from dflow.distributed.training.batch_supply import END, BatchSupply, with_ids_of
 from dflow.distributed.training.step_report import StepProgress
 from dflow.distributed.training.strategy import StepResult, Strategy, StrategyRun, arguments_of
 from dflow.tracing.errors import DflowError, StrategyError
@@ -181,6 +181,8 @@ class AllReduce(Strategy):
             )
         for number in range(self._first, run.steps):
             batch = run.batches.take(number * self._on.parts + self._on.part)
+            if batch is not END:
+                batch = with_ids_of(batch)  # before arrays are divided among devices
             if not self._are_all_ready(run, number, batch):
                 return
             yield batch

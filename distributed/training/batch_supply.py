@@ -81,7 +81,7 @@ class BatchSupply:
             batch, failure = END, None
             try:
                 batch = self._next(number)
-                batch = batch if batch is END else tree_util.tree_map(_owned, _with_ids(batch))
+                batch = batch if batch is END else tree_util.tree_map(_owned, with_ids_of(batch))
             except Exception as error:
                 batch, failure = END, error
             self._early.append((number, batch, failure))
@@ -100,7 +100,7 @@ class BatchSupply:
         return next(self._rest, END) if self._of is None else self._of(number)
 
 
-def _with_ids(batch: Any) -> Any:
+def with_ids_of(batch: Any) -> Any:
     """Return the batch with ids in place of its strings and wide integers, so that the call has these very arrays."""
     return with_ids(batch, lambda: leaf_names("run: batches: batch", batch, is_list_of_strings))[0]
 

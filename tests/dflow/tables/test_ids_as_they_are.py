@@ -199,3 +199,19 @@ def test_the_id_of_a_string_is_that_of_the_documentation() -> None:
                 == int(id)
                 == int.from_bytes(bytes.fromhex(digest), "little")
             )
+
+
+def test_evaluations_and_all_reduce_take_ids_as_they_are() -> None:
+    program = Program(nullcontext(), "users")
+    batches = [{"user": FORMS[form](users_of(0))} for form in ("list", "strings", "arrow", "int64")]
+    run = dflow.distributed.AllReduce(dflow.connect()).run(program.step, iter(batches), steps=4)
+    assert len([*run]) == 4
+
+    def measure(batch: Any) -> Any:
+        return program.table(batch["user"]).sum(-1)
+
+    expected = np.mean([measure(batch) for batch in batches])
+    found = dflow.evaluate(lambda batch: {"sum": measure(batch)}, batches)
+    assert found["sum"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(dflow.InputError, match="evaluate: batch/user: expected strings"):
+        dflow.evaluate(lambda batch: {"sum": batch["user"] + 1}, batches)
