@@ -96,6 +96,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "threads": ({"THREADS": to((1, 2)), "CALLS": to(20)}, ONE_ROUND),
     "tls": ({}, ONE_ROUND),
     "trace_time": ({"LAYERS": to(1)}, (*ONE_ROUND, "--short", "1")),
+    "vocabulary": ({"ROWS": to(100), "IDS": to(64)}, (*ONE_ROUND, "--steps", "2", "--starts", "1")),
     "transport": ({"MEGABYTES": first, "CALLS": to(20)}, ONE_ROUND),
 }
 
