@@ -16,7 +16,6 @@ from jax import lax
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import RemoteError
 
@@ -174,37 +173,3 @@ def test_many_turns_are_kept_nowhere(memory: MemoryCluster, worker: Cluster) -> 
     step(jnp.ones(3))
     assert 0 < most < 100
     assert held_by(memory, worker) == NOTHING
-
-
-def test_programs_are_sent_to_a_task_once_whoever_registers_them(
-    memory: MemoryCluster, worker: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def registered_by(cluster: Cluster) -> list[int]:
-        sizes: list[int] = []
-        with cluster.parameter_servers():
-            w = dflow.Variable(lambda: jnp.ones(3), name="w")
-        peer = cluster.server.peer(str(w.device))
-        start = peer.start
-
-        def noted(message: Any, payload: Any = b"", on_reply: Any = None, **options: Any) -> Any:
-            if isinstance(message, RegisterPlan):
-                sizes.append(len(payload))
-            return start(message, payload, on_reply, **options)
-
-        monkeypatch.setattr(peer, "start", noted)
-
-        @dflow.jit
-        def step(x: Any) -> Any:
-            w.assign_add(x)
-            return w.read()
-
-        step(jnp.ones(3))
-        return sizes
-
-    first = registered_by(worker)
-    assert (len(first), first[0]) == (2, 0)
-    assert first[1] > 0
-    again = registered_by(worker)
-    assert again == [0], "what calls it from where makes no other program of it"
-    with closing(memory.worker(1)) as other:
-        assert registered_by(other) == [0]

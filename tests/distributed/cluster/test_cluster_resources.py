@@ -144,18 +144,6 @@ def test_another_thing_of_one_name_is_refused(
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_wait_ends_when_another_worker_brings_what_it_waits_for(
-    memory: MemoryCluster, workers: tuple[Cluster, Cluster], pool: ThreadPoolExecutor, traced: bool
-) -> None:
-    one, other = (fifo(worker) for worker in workers)
-    take = dflow.jit(lambda: one.dequeue() + 1) if traced else lambda: one.dequeue() + 1
-    taken = pool.submit(take)
-    until(lambda: waiting_at(memory, "q") == 1)
-    other.enqueue(2.0)
-    assert float(taken.result(DEADLINE_S)) == 3.0
-
-
-@pytest.mark.parametrize("traced", [False, True])
 def test_a_closed_queue_and_a_deadline_say_so_with_the_line(workers: tuple[Cluster, Cluster], traced: bool) -> None:
     queue = fifo(workers[0])
     wrap: Any = dflow.jit if traced else lambda f: f

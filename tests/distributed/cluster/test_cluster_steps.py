@@ -101,24 +101,6 @@ def one_variable(worker: Cluster) -> tuple[dflow.Variable, Callable[[Any], Any]]
     return v, step
 
 
-def test_a_step_that_fails_on_a_task_names_it_and_the_next_one_runs(memory: MemoryCluster, worker: Cluster) -> None:
-    v, step = one_variable(worker)
-    step(jnp.ones(3))
-    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
-    call = task.server.store.call
-
-    def fail(*_: Any) -> Any:
-        raise FloatingPointError("the multiplier is on fire")
-
-    task.server.store.call = fail  # type: ignore[method-assign]
-    with pytest.raises(RemoteError, match="the multiplier is on fire") as caught:
-        step(jnp.ones(3))
-    assert task.server.name in str(caught.value)
-    task.server.store.call = call  # type: ignore[method-assign]
-    np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
-    assert worker.server.statistics().running == 0
-
-
 def hold_calls(store: Store, entered: threading.Event, leave: threading.Event) -> None:
     """Make the store's next programs wait until `leave` is set."""
     call = store.call
@@ -191,24 +173,6 @@ def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster,
         step(jnp.ones(3))
 
 
-def test_a_worker_that_leaves_in_a_step_frees_the_tasks(memory: MemoryCluster) -> None:
-    worker = memory.worker(0)
-    v, step = one_variable(worker)
-    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
-    entered, leave = threading.Event(), threading.Event()
-    hold_calls(task.server.store, entered, leave)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(step, jnp.ones(3))
-        assert entered.wait(DEADLINE_S)
-        worker.close()
-        with pytest.raises(TaskLost, match="worker/task:0 has left the cluster"):
-            running.result(DEADLINE_S)
-        leave.set()
-    with closing(memory.worker(1)) as other:
-        _, step_of_other = one_variable(other)
-        step_of_other(jnp.ones(3))
-
-
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_step_that_takes_too_long_says_what_is_missing_and_how_the_task_is(
     memory: MemoryCluster, reads: bool
@@ -247,7 +211,7 @@ def test_a_failed_step_is_cancelled_on_every_task(memory: MemoryCluster, worker:
 
     channel = sender.server.channel
     intact, channel.of_parts = channel.of_parts, channel.of_parts._replace(send=fail)
-    with pytest.raises(RemoteError, match="no second"):
+    with pytest.raises(RemoteError, match=rf"{sender.server.name}(.|\n)*no second"):
         step(jnp.ones(3))
     channel.of_parts = intact
     # The waiting task answers in order, so this answer shows that it has handled the cancellation.

@@ -32,6 +32,8 @@ from tests.distributed.waiting import until
 pytestmark = pytest.mark.once
 
 STEPS = 40
+#: With a momentum of 1, the n-th step moves the weight by n.
+MOVED = STEPS * (STEPS + 1) / 2
 ONE = jnp.ones(1, jnp.int32)
 
 
@@ -58,7 +60,7 @@ class Program:
                 self.tickets = dflow.Variable(zeros, name="tickets")
                 self.draws = dflow.Variable(lambda: jnp.zeros(STEPS, jnp.uint32), name="draws")
                 self.weight = dflow.Variable(lambda: jnp.zeros(()), name="weight")
-            self.optimizer = dflow.Optimizer(optax.sgd(1.0), [self.weight], name="sgd")
+            self.optimizer = dflow.Optimizer(optax.sgd(1.0, momentum=1.0), [self.weight], name="sgd")
         self.step = dflow.jit(self._step)
 
     def fill(self) -> None:
@@ -79,7 +81,7 @@ class Program:
     def check(self) -> None:
         np.testing.assert_array_equal(self.seen.read(), np.ones(STEPS))
         np.testing.assert_array_equal(self.tickets.read(), np.ones(STEPS))
-        assert int(self.sum.count()) == STEPS
+        assert (int(self.sum.count()), float(self.weight.read())) == (STEPS, MOVED)
         assert int(self.queue.size()) == 0
         alone = dflow.Generator(0)
         expected = [int(jax.random.bits(alone.split(), (1,))[0]) for _ in range(STEPS)]

@@ -1,4 +1,4 @@
-"""Training goes on after parameter tasks were started again: the numbers are those of an undisturbed run."""
+"""Training goes on after parameter tasks were started again, with what a snapshot has; without one, it is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import dflow
@@ -31,55 +30,7 @@ def tasks(tmp_path: Path) -> Iterator[Tasks]:
     running.close()
 
 
-def model(cluster: Any) -> tuple[Any, Any]:
-    """A model with Adam and a generator, and its step; on one process if `cluster` is standalone."""
-    with cluster.parameter_servers():
-        w = dflow.Variable(lambda: jnp.arange(6.0).reshape(3, 2), name="w")
-        b = dflow.Variable(lambda: jnp.zeros(2), name="b")
-        optimizer = dflow.Optimizer(optax.adam(0.1), [w, b], name="adam")
-        noise = dflow.Generator(0, name="noise")
-        count = dflow.Variable(0, name="count")
-
-    @dflow.jit
-    def step(x: jax.Array) -> jax.Array:
-        count.assign_add(1)
-        moved = x + jax.random.normal(noise.split(), x.shape)
-        loss: jax.Array
-        loss, gradients = dflow.value_and_grad(lambda: jnp.mean((moved @ w + b) ** 2), [w, b])()
-        optimizer.apply(gradients)
-        return loss
-
-    return {"w": w, "b": b, "adam": optimizer, "noise": noise, "count": count}, step
-
-
-def values(state: Any) -> list[Any]:
-    found = dflow.read([state["w"], state["b"], state["count"], state["adam"].slots])
-    return [np.asarray(value) for value in jax.tree.leaves(found)]
-
-
-X = jnp.ones((4, 3))
 STEPS = 60
-
-
-def test_the_result_is_that_of_one_process_to_which_nothing_happened(tasks: Tasks) -> None:
-    state, step = model(tasks.worker)
-
-    def batches() -> Iterator[Any]:
-        for number in itertools.count():
-            if number in (20, 40):
-                tasks.await_snapshot(15)  # the end of the first claim
-                tasks.start_again(number // 40)
-            yield X
-
-    done = sum(1 for _ in Async(tasks.worker).run(step, batches(), steps=STEPS, name="run"))
-    assert done >= STEPS
-    assert int(state["count"].read()) == STEPS
-    assert tasks.worker.steps.epoch == 2
-    alone, alone_step = model(dflow.connect())
-    for _ in range(STEPS):
-        alone_step(X)
-    for one, other in zip(values(state), values(alone), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def queue_on_ps_0(tasks: Tasks) -> tuple[Any, Any]:
@@ -166,14 +117,15 @@ def test_a_worker_that_starts_during_a_return_waits_for_its_variables(tmp_path: 
 def test_without_snapshots_the_error_is_the_one_of_the_step(tmp_path: Path) -> None:
     tasks = Tasks(tmp_path, every_s=0.0)
     try:
-        _, step = model(tasks.worker)
+        _, total = queue_on_ps_0(tasks)
+        step = dflow.jit(total.assign_add)
 
         def batches() -> Iterator[Any]:
-            yield X
-            tasks.start_again(0)
-            yield from itertools.repeat(X)
+            yield 1
+            tasks.start_again(1)
+            yield from itertools.repeat(1)
 
-        with pytest.raises(dflow.TaskLost, match=r"ps:0 has been started again without them|ps/task:0 has left"):
+        with pytest.raises(dflow.TaskLost, match=r"ps:1 has been started again without it|ps/task:1 has left"):
             list(Async(tasks.worker).run(step, batches(), steps=STEPS, name="run"))
     finally:
         tasks.close()

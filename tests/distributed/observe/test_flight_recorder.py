@@ -164,12 +164,6 @@ def test_a_dump_soon_after_another_is_the_same_file(tmp_path: Path) -> None:
     assert flights.dump("three") != first
 
 
-def test_a_dump_that_cannot_be_written_is_logged_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    assert FlightRecorder(PS, Recorder(), tmp_path / "file").dump("why") == ""
-    assert "ps:0: its last events could not be written" in caplog.text
-
-
 def test_without_a_run_folder_they_go_to_one_that_is_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,25 +206,6 @@ def test_a_wrong_id_is_an_error_of_its_own_step_and_changes_nothing(memory: Memo
     until(lambda: nothing_is_left(memory, worker))
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_step_that_is_never_called_leaves_no_trace(memory: MemoryCluster, worker: Cluster, prefetch: int) -> None:
-    with worker.parameter_servers():
-        times = dflow.ShardedVariable(lambda: jnp.zeros((ROWS, 1)), name="times")
-        total = dflow.Variable(0, name="total")
-
-    @dflow.jit
-    def count(ids: Any) -> None:
-        total.assign_add(1)
-        times.scatter_add(ids, jnp.ones((IDS, 1)))  # which the arguments alone determine
-
-    run = Async(worker, prefetch=prefetch, lookahead=True).run(count, (ids for ids, _ in drawn(10)), steps=MANY)
-    for _ in itertools.islice(run, 6):
-        pass
-    run.close()  # type: ignore[attr-defined]
-    assert (float(times.sum()), int(total.read())) == (6 * IDS, 6)
-    until(lambda: nothing_is_left(memory, worker))
-
-
 def test_variables_of_the_worker_are_those_of_the_call(worker: Cluster, fed: list[bool]) -> None:
     table, _ = model(worker)
     mine = dflow.Variable(0.0, name="mine")
@@ -296,31 +277,3 @@ def test_where_lookahead_has_no_effect_that_is_logged(
     assert not any(fed)
     messages = [record.getMessage() for record in caplog.records if "lookahead" in record.getMessage()]
     assert messages == [f"lookahead=True has no effect: {why}"]
-
-
-def test_a_function_that_is_called_with_part_of_the_batch_looks_ahead(worker: Cluster, fed: list[bool]) -> None:
-    _, step = model(worker)
-    batches = drawn(8)
-    named = ({"targets": targets, "ids": ids, "note": "unused"} for ids, targets in batches)
-    run = Async(worker, lookahead=True).run(lambda batch: step(batch["ids"], batch["targets"]), named, steps=MANY)
-    np.testing.assert_array_equal([np.asarray(rows) for rows in run], expected(batches, [0] * 8)[0])
-    assert sum(fed) == 6
-
-
-def test_other_arrays_than_foreseen_are_looked_up_at_the_call(
-    worker: Cluster, fed: list[bool], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The function takes the present batch's ids in one step, and other ids in the next."""
-    _, step = model(worker)
-    batches, other = drawn(8), np.zeros(IDS, np.int32)
-    numbers = itertools.count()
-
-    def alternating(ids: Any, targets: Any) -> Any:
-        return step(ids if next(numbers) != 4 else other, targets)
-
-    with caplog.at_level(logging.WARNING, "dflow"):
-        found = [np.asarray(rows) for rows in Async(worker, lookahead=True).run(alternating, iter(batches), steps=MANY)]
-    batches[4] = other, batches[4][1]
-    np.testing.assert_array_equal(found, expected(batches, [0] * 8)[0])
-    assert fed == [False, False, True, True, False, False, True, True]
-    assert "lookahead=True has no effect: the function is called with other arrays" in caplog.text

@@ -74,38 +74,6 @@ def waiting(memory: MemoryCluster, run: str = "run") -> int:
     return 0 if found is None else len(found.waiting)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 4])
-def test_while_a_step_runs_the_others_apply_as_many_updates_as_the_bound(
-    memory: MemoryCluster, workers: list[Cluster], limit: int
-) -> None:
-    turns, found = Turns(), []
-
-    def work(index: int, cluster: Cluster) -> None:
-        counted = Counted(cluster)
-        calls = itertools.count()
-
-        def step(x: Any) -> Any:
-            seen = counted.read()
-            if index == 0 and next(calls) == 0:
-                turns.done("0 has read")
-                until(lambda: waiting(memory) == 2 or counted.counts[0] > limit)
-            return seen, counted.add(x)
-
-        if index:
-            turns.wait("0 has read")
-        run = Async(cluster, max_staleness=limit).run(step, itertools.repeat(jnp.int32(1)), steps=24, name="run")
-        for number, outcome in enumerate(run):
-            found.append(counted.staleness(outcome))
-            if index == 0 and number == 0:
-                assert found[-1] == limit
-        assert counted.counts == [24, 24]
-
-    together(workers, work)
-    assert len(found) == 24
-    assert max(found) == limit
-    until(lambda: bounded(memory, "run") is None)  # the last word of a worker may still be on its way
-
-
 def test_values_are_fetched_ahead_where_the_bound_allows_it(
     workers: list[Cluster], no_pause_is_long: None, caplog: pytest.LogCaptureFixture
 ) -> None:

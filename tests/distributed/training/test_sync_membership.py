@@ -30,29 +30,6 @@ def test_a_worker_that_runs_out_of_data_leaves_the_others_their_rounds(workers: 
     assert together(workers, work) == [7, 0, 2]
 
 
-def test_leaving_the_loop_and_an_error_of_the_step_free_the_others(workers: list[Cluster]) -> None:
-    def work(index: int, cluster: Cluster) -> Any:
-        _, step = pair(cluster)
-
-        def batches() -> Iterator[Any]:
-            yield from [1.0, 1.0]
-            if index == 1:
-                raise ZeroDivisionError("in the batches")
-            yield from itertools.repeat(1.0)
-
-        done = 0
-        try:
-            for _ in Sync(cluster).run(step, batches(), steps=8, name="run"):
-                done += 1
-                if index == 2 and done == 4:
-                    break
-        except ZeroDivisionError:
-            return -done
-        return done
-
-    assert together(workers, work) == [8, -2, 4]
-
-
 def test_a_run_that_is_named_again_is_over(workers: list[Cluster]) -> None:
     def work(index: int, cluster: Cluster) -> Any:
         _, step = pair(cluster)
