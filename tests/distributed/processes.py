@@ -15,6 +15,24 @@ from pathlib import Path
 
 DEADLINE_S = 60.0
 
+#: Start of a script that joins the cluster of its launch by the coordinator alone, as `client`.
+CONNECT = """
+import os, signal, subprocess, sys, threading
+from pathlib import Path
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.process.parent_watch import watch
+from dflow.distributed.transport.security.configuration import choose_security
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.training.work_messages import ClaimSteps
+from dflow.distributed.wire.messages.status import Report
+watch()
+index = int(os.environ["DFLOW_INDEX"])
+task = f"/job:{os.environ['DFLOW_JOB']}/task:{index}"
+transport = SocketTransport(security=choose_security(os.environ))
+client = CoordinatorClient(transport, os.environ["DFLOW_COORDINATOR"], name=task)
+client.join(task, f"nowhere:{index}")
+"""
+
 
 class Spawned:
     """A process of a test whose output is read line by line; killed at the end of the `with` block.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -16,16 +15,10 @@ from jax import lax
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.testing import MemoryCluster, memory_cluster
+from dflow.testing import MemoryCluster
 from dflow.tracing.errors import RemoteError
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2, workers=2) as cluster:
-        yield cluster
 
 
 def two_variables(worker: Cluster) -> tuple[dflow.Variable, dflow.Variable]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,13 +11,7 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.testing import MemoryCluster, memory_cluster
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2) as cluster:
-        yield cluster
+from dflow.testing import MemoryCluster
 
 
 def sent_by(memory: MemoryCluster, worker: Cluster) -> dict[str, int]:

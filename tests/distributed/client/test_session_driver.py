@@ -59,14 +59,6 @@ def driven() -> Iterator[Driven]:
     made.coordinator.close()
 
 
-def test_a_request_of_the_time_without_a_connection_is_answered_after_the_clock_has_opened_one(driven: Driven) -> None:
-    driven.driver.open_later()
-    answer = driven.driver.start(GetStatus())
-    assert not answer.done()
-    driven.clock.advance(0.0)
-    assert isinstance(answer.result(SOON_S), Status)
-
-
 def test_a_lost_connection_is_opened_again_when_the_clock_has_passed_the_pause(driven: Driven) -> None:
     driver, address = driven.driver, driven.coordinator.address
     driver.open(SOON_S)

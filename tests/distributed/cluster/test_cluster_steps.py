@@ -51,31 +51,22 @@ def test_the_plans_of_functions_that_are_gone_are_released_on_every_task(
     np.testing.assert_array_equal(w.read(), [28, 28, 28])
 
 
-def test_a_device_that_no_task_offers_lists_the_tasks(worker: Cluster) -> None:
-    with worker.parameter_servers():
-        v = dflow.Variable(zeros(2), name="v")
-
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("/job:ps/task:7", r"placed on /job:ps/task:7, but no task offers it(.|\n)*ps:0, ps:1"),
+        ("ps:1/cpu:0", r"a task chooses among its devices itself(.|\n)*name the task alone, ps:1$"),
+    ],
+)
+def test_a_device_that_no_task_offers_is_refused_at_its_line(worker: Cluster, place: str, text: str) -> None:
     @dflow.jit
     def f(x: Any) -> Any:
-        with dflow.device("/job:ps/task:7"):
-            return x * v.read()
-
-    with pytest.raises(DeviceError, match="placed on /job:ps/task:7, but no task offers it") as caught:
-        f(jnp.ones(2))
-    assert "ps:0, ps:1" in str(caught.value)
-    assert line_of(caught.value, __file__) == "return x * v.read()"
-
-
-def test_a_task_chooses_among_its_devices_itself(worker: Cluster) -> None:
-    @dflow.jit
-    def f(x: Any) -> Any:
-        with dflow.device("ps:1/cpu:0"):
+        with dflow.device(place):
             return x * 2
 
-    with pytest.raises(DeviceError, match="a task chooses among its devices itself") as caught:
+    with pytest.raises(DeviceError, match=text) as caught:
         f(1.0)
     assert line_of(caught.value, __file__) == "return x * 2"
-    assert str(caught.value).endswith("name the task alone, ps:1")
 
 
 def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
@@ -171,6 +162,24 @@ def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster,
     gone.wait(DEADLINE_S)
     with pytest.raises(TaskLost, match=f"{task.server.name} has left the cluster: killed"):
         step(jnp.ones(3))
+
+
+def test_a_worker_that_leaves_in_a_step_frees_the_tasks(memory: MemoryCluster) -> None:
+    worker = memory.worker(0)
+    v, step = one_variable(worker)
+    [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
+    entered, leave = threading.Event(), threading.Event()
+    hold_calls(task.server.store, entered, leave)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step, jnp.ones(3))
+        assert entered.wait(DEADLINE_S)
+        worker.close()
+        with pytest.raises(TaskLost, match="worker/task:0 has left the cluster"):
+            running.result(DEADLINE_S)
+        leave.set()
+    with closing(memory.worker(1)) as other:
+        _, step_of_other = one_variable(other)
+        step_of_other(jnp.ones(3))
 
 
 @pytest.mark.parametrize("reads", [True, False])

@@ -14,15 +14,9 @@ import pytest
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.testing import MemoryCluster, memory_cluster
+from dflow.testing import MemoryCluster
 from dflow.tracing.errors import VariableError, VariableShapeError
 from tests.own_keys import keys_of_an_own_algorithm
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2, workers=2) as cluster:
-        yield cluster
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -22,17 +22,11 @@ from dflow.distributed.wire.messages.placement import PlaceVariables
 from dflow.distributed.wire.messages.variables import CreateVariables, ReadVariables, WriteVariable
 from dflow.lowering.programs import initial_ops
 from dflow.lowering.programs.initial_ops import InitialOps
-from dflow.testing import MemoryCluster, memory_cluster
+from dflow.testing import MemoryCluster
 from dflow.tracing.errors import TaskLost, VariableError
 from tests.user_line import line_of
 
 KEYS = list(jax.random.split(jax.random.key(5), 12))
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2, workers=2) as cluster:
-        yield cluster
 
 
 Sent = list[Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -17,15 +16,9 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.task.variable_layout import on_devices
 from dflow.distributed.wire.messages.variables import VariableLayout
 from dflow.lowering.files.array_files import read_arrays
-from dflow.testing import MemoryCluster, memory_cluster
+from dflow.testing import MemoryCluster
 from dflow.tracing.errors import DeviceError
 from tests.distributed.processes import Spawned
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2) as cluster:
-        yield cluster
 
 
 def rows_over(count: int) -> NamedSharding:

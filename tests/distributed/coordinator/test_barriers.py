@@ -264,14 +264,3 @@ def test_a_task_that_leaves_the_cluster_leaves_its_barriers(cluster: Cluster) ->
     lost = r"barrier 'fails' has failed, since a member is lost: worker:1 has left: finished"
     with pytest.raises(TaskLost, match=lost):
         fails.wait(SOON_S)
-
-
-def test_an_expected_task_is_waited_for_before_it_has_joined(cluster: Cluster) -> None:
-    pending = begin(cluster.join("/job:ps/task:7"), AwaitBarrier("servers", "/job:ps/task:7", 50, 5.0))
-    last = cluster.join("/job:ps/task:0")
-    assert last.ask(AwaitBarrier("servers", last.task, timeout_s=SOON_S)).members == (
-        "/job:ps/task:0",
-        "/job:ps/task:7",
-    )
-    assert isinstance(pending.wait(SOON_S).message, BarrierPassed)
-    last.close()

@@ -158,19 +158,6 @@ def test_a_question_in_vain_says_since_when_there_is_no_coordinator(cluster: Clu
     assert "there is no connection" in client.session.outage
 
 
-def test_a_client_sends_a_heartbeat_in_each_second_of_its_clock(cluster: Cluster) -> None:
-    clock = ManualClock()
-    client = CoordinatorClient(cluster.transport, cluster.coordinator.address, name=WORKER0, clock=clock)
-    cluster.clients.append(client)
-    client.join(WORKER0, "here")
-    clock.advance(0.9)
-    client.ask(GetStatus())
-    assert not beats(cluster)
-    clock.advance(0.2)
-    client.ask(GetStatus())
-    assert beats(cluster) == [Heartbeat(WORKER0)]
-
-
 def test_a_task_is_described_for_errors_about_it(cluster: Cluster) -> None:
     first, second = cluster.task(WORKER0), cluster.client(WORKER1)
     second.join(WORKER1, "here", steps=lambda: 12, doing=lambda: "step 13: waits for edge 'w'")

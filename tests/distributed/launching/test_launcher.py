@@ -23,21 +23,8 @@ from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.distributed.wire.messages.status import NotFinite, Status
 from dflow.tracing.accepted_faults import accepted
 from dflow.tracing.errors import TaskLost, VariableError
-from tests.distributed.processes import Spawned, exists, wait_for_end
+from tests.distributed.processes import CONNECT, Spawned, exists, wait_for_end
 
-CONNECT = """
-import os, signal, subprocess, sys, threading
-from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.process.parent_watch import watch
-from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.training.work_messages import ClaimSteps
-from dflow.distributed.wire.messages.status import Report
-watch()
-index = int(os.environ["DFLOW_INDEX"])
-task = f"/job:{os.environ['DFLOW_JOB']}/task:{index}"
-client = CoordinatorClient(SocketTransport(), os.environ["DFLOW_COORDINATOR"], name=task)
-client.join(task, f"nowhere:{index}")
-"""
 WAIT = (
     CONNECT
     + """

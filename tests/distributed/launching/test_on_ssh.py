@@ -19,25 +19,10 @@ from dflow.distributed.launching.ssh_hosts import HostPart, SshHost
 from dflow.distributed.launching.task_programs import Running, TaskProgram
 from dflow.tracing.errors import ConfigError
 from tests.distributed.launching.private_sshd import IS_HERE, PrivateSshd, private_sshd
-from tests.distributed.processes import Spawned, processes, wait_for_end
+from tests.distributed.processes import CONNECT, Spawned, processes, wait_for_end
 from tests.distributed.waiting import until
 
 needs_sshd = pytest.mark.skipif(not IS_HERE, reason="sshd is not installed; the package openssh-server brings it")
-
-CONNECT = """
-import os, signal, sys, threading
-from pathlib import Path
-from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.process.parent_watch import watch
-from dflow.distributed.transport.security.configuration import choose_security
-from dflow.distributed.transport.sockets import SocketTransport
-watch()
-index = int(os.environ["DFLOW_INDEX"])
-task = f"/job:worker/task:{index}"
-transport = SocketTransport(security=choose_security(os.environ))
-client = CoordinatorClient(transport, os.environ["DFLOW_COORDINATOR"], name=task)
-client.join(task, f"nowhere:{index}")
-"""
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +22,10 @@ from dflow.distributed.wire.messages.plans import Registered, RegisterPlan
 from dflow.lowering.programs import shared_exports
 from dflow.lowering.programs.program import LoweredProgram
 from dflow.lowering.steps.plan import Plan
-from dflow.testing import MemoryCluster, memory_cluster
+from dflow.testing import MemoryCluster
 from dflow.tracing.errors import DeadlineExceeded, WireError
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2, workers=2) as cluster:
-        yield cluster
 
 
 def made(worker: Cluster, here: Callable[[Any], Any] = lambda x: x) -> tuple[list[dflow.Variable], Any]:

@@ -17,6 +17,8 @@ from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages.basic import Ok
 from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, RunPlan
+from dflow.distributed.wire.messages.roster import Roster, TaskInfo
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.wire.messages.transfers import Values
 from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.lowering.programs.program import export_program
@@ -183,6 +185,17 @@ def test_losing_the_origin_cancels_its_steps(cluster: Cluster) -> None:
     assert again.wait(DEADLINE_S).message == Ok()
 
 
+def test_a_task_that_started_anew_is_a_new_task(cluster: Cluster) -> None:
+    create(cluster)
+    handle, step = serve_gradients(cluster), next_step(WORKER)
+    pending = cluster.worker.peer(PS).start(run_plan(step, handle))
+    cluster.worker.peer(PS).call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+    anew = TaskInfo(WORKER, cluster.worker.address, joined_at_s=5.0, life=1)
+    cluster.ps.roster_changed(Roster((TaskInfo(WORKER, "", 0.0, 4.0, "killed"), anew), ()))
+    with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: it was started again"):
+        pending.wait(DEADLINE_S)
+
+
 def test_a_lost_connection_ends_the_waits_for_its_values(cluster: Cluster) -> None:
     create(cluster)
     handle, step = serve_gradients(cluster), next_step()
@@ -250,6 +263,30 @@ def test_an_asynchronous_plan_is_run_by_the_thread_that_brings_its_values(cluste
     assert threads_of(PS) == before
 
 
+def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Cluster) -> None:
+    """Values of another step arrive while a program uses the variable that an asynchronous plan is to change."""
+    create(cluster)
+    empty, handle, step = register(cluster, programs=()), serve_gradients(cluster), next_step()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(w: jax.Array) -> list[jax.Array]:
+        entered.set()
+        assert leave.wait(DEADLINE_S)
+        return [w]
+
+    holding = Plan(PS, 0, (Call(0, ("w",), (), (), ()),))
+    held = start(cluster.ps, cluster.ps.plans.add(holding, [flat_program(hold, 1)]), next_step(PS))
+    assert entered.wait(DEADLINE_S)
+    adding = cluster.client.start(run_plan(step, handle))
+    cluster.client.notify(Values(step.origin, step.number, "grad"), encode_array(ONES))
+    # Over the same connection, so the answer shows that the reader continues.
+    assert cluster.ask(run_plan(next_step(), empty)).message == Ok()
+    leave.set()
+    held.result(DEADLINE_S)
+    adding.wait(DEADLINE_S)
+    assert read(cluster) == [2, 2, 2]
+
+
 def run_step(cluster: Cluster, remote: int, local: int) -> None:
     step = next_step(WORKER)
     pending = cluster.worker.peer(PS).start(run_plan(step, remote))
@@ -259,3 +296,16 @@ def run_step(cluster: Cluster, remote: int, local: int) -> None:
 
 def threads_of(task: str) -> int:
     return sum(thread.name.startswith(f"dflow {task}_") for thread in threading.enumerate())
+
+
+def test_values_go_back_over_the_connection_that_the_step_came_by(cluster: Cluster) -> None:
+    create(cluster)
+    remote, local = serve_gradients(cluster), send_and_receive(cluster)
+    step = next_step(WORKER)
+    pending = cluster.worker.peer(PS).start(run_plan(step, remote))
+    start(cluster.worker, local, step, jnp.ones(3)).result(DEADLINE_S)
+    pending.wait(DEADLINE_S)
+    assert cluster.ps.peer(WORKER).name == WORKER
+    cluster.worker.peer(PS).close("test")
+    with pytest.raises(errors.DflowError):
+        cluster.ps.peer(WORKER).call(GetStatus(), timeout_s=DEADLINE_S)
