@@ -13,8 +13,8 @@ from dflow.cli.certs import make_secret
 from dflow.cli.launch_command import _launch_plan
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from tests.dflow.dashboard.http_client import Client
-from tests.distributed.launching.test_launcher import CONNECT, children_of, launch
-from tests.distributed.processes import wait_for_end
+from tests.distributed.launching.test_launcher import children_of, launch
+from tests.distributed.processes import CONNECT, wait_for_end
 from tests.distributed.waiting import until
 
 #: Reports a result, and ends when the test opens the other end of the pipe `go`.
