@@ -1,4 +1,4 @@
-"""A worker of `benchmarks.export_size`: makes a table on the tasks, and exports it in each form when it is told to.
+"""A worker of `benchmarks.export_size`: makes a table on the tasks, and exports it in each form on a signal.
 
 It waits for a line on the file `--go` before each export, and prints `done FORM SECONDS` after it.
 """

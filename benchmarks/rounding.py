@@ -1,9 +1,9 @@
 """Does a table of bfloat16 learn as one of float32, if an optimizer rounds at random?
 
 A rating is the product of the rows of a user and an item, of 8 numbers each, with noise; a click has the probability of
-its sigmoid. A model of the same form learns either. *loss* is the expected one of pairs that the model was not trained
-with: of ratings the mean square, of which the noise alone is 0.01, of clicks the cross entropy. *first* is that before
-training, *best* that of the true rows, *lowest* and *highest* those after training of the rounds. *nearest* and
+its sigmoid. A model of the same form learns either. *loss* is that of pairs that the model was not trained with: for
+ratings the mean square, where the noise alone gives 0.01, for clicks the cross entropy. *first* is the loss before
+training, *best* that of the true rows, *lowest* and *highest* the extremes of the rounds after training. *nearest* and
 *random* are the rounding of tables, and slots, of bfloat16. All begin with the same values, and have the same batches.
 """
 

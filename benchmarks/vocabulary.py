@@ -105,7 +105,7 @@ def step_of(kind: str, new: float) -> tuple[Any, Callable[[], Any]]:
 
 
 def started(kind: str) -> float:
-    """Return the processor time of a first step in a process of its own, in s."""
+    """Return the processor time of a first step in a new process, in s."""
     command = [sys.executable, "-m", "benchmarks.vocabulary"]
     root, environment = Path(__file__).parents[1], {**os.environ, FIRST: kind}
     ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600, check=True)

@@ -92,7 +92,7 @@ def is_list_of_strings(value: Any) -> bool:
 
 
 def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves and the structure of a pytree of arguments, in which a list of strings is a leaf."""
+    """Return the leaves and the structure of a pytree of arguments. A list of strings is a leaf."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
     if {str, bytes}.isdisjoint(map(type, leaves)):  # most calls: `is_leaf` is a call of Python for each part
         return leaves, structure

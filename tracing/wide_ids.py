@@ -95,7 +95,7 @@ class WideIds:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in _ATTRIBUTES:
-            raise NoAttributeOfIds(self, f"{name} of them, as of numbers")
+            raise NoAttributeOfIds(self, f"their {name}, an attribute of numbers")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
@@ -121,7 +121,7 @@ _OTHERS = ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "b
 
 def _refused(method: str) -> Any:
     def refuse(ids: WideIds, *_: Any) -> NoReturn:
-        raise IdsAreNoNumbers(ids, f"the operator {method.strip('_')}, as of numbers")
+        raise IdsAreNoNumbers(ids, f"the operator {method.strip('_')}, which is for numbers")
 
     refuse.__name__ = method
     return refuse

@@ -127,7 +127,7 @@ class SavableFunctions:
         return named
 
     def _types(self) -> dict[str, ArrayType]:
-        parts = self._manifest.parts()  # a shard without the others is an array of its own
+        parts = self._manifest.parts()  # a shard without the others is a whole array
         return {
             name: (entry.type if name in parts or entry.narrowing else entry.variables[0].type).strong
             for name, entry in self._named().items()

@@ -187,7 +187,7 @@ class InferenceService:
         }
 
     def index(self, *, ready: bool) -> list[dict[str, str]]:
-        """Return the functions and versions with their state; with `ready`, those that are served."""
+        """Return the functions and versions with their state; with `ready`, only the served ones."""
         entries: list[dict[str, str]] = []
         for model in self._models.values():
             state = {"state": "READY"} | ({"reason": "its folder is gone"} if model.is_gone else {})

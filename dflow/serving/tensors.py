@@ -125,7 +125,7 @@ def dtype_of(subject: str, datatype: str, shape: Sequence[int]) -> np.dtype[Any]
 
 
 def bytes_of(dtype: np.dtype[Any], shape: Sequence[int]) -> int | None:
-    """Return the size of an array in bytes; None for strings, of which each has its own."""
+    """Return the size of an array in bytes; None for strings, whose sizes differ."""
     return None if dtype.kind == "O" else math.prod(shape) * dtype.itemsize
 
 

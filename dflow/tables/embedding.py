@@ -109,7 +109,7 @@ class Embedding(ShardedVariable):
         such an id, and names it in an additional result: `dflow.load` and `dflow serve` then raise the same error.
 
         With a vocabulary, `ids` is the result of `find` in a step that trains the table; elsewhere ids as `find` takes
-        them. An id without a row of its own has the one that its bucket shares.
+        them. An id without a row has the shared row of its bucket.
         """
         with own_scope("lookup", self.name):
             if self.vocabulary is not None:

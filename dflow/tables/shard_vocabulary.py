@@ -273,7 +273,7 @@ class ShardVocabulary(VariableHooks):
         return counted
 
     def _order(self, bucket: Any, now: Any) -> Any:
-        """The order in which ids lose the rows of buckets, u32[n, S]: 0 for a free row, the largest for one in use."""
+        """When each row of buckets is given away, u32[n, S]: lowest first; 0 is a free row, the largest one in use."""
         born, seen = self._by_bucket(self._born, bucket), self._by_bucket(self._seen, bucket)
         score = self._by_bucket(self.saved["uses"], bucket) if "uses" in self.saved else seen
         is_free = (born == 0) | self._is_old(seen, now - 1)

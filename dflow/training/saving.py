@@ -151,7 +151,7 @@ def captured(
 def captured_values(named: Mapping[str, NamedArray], group: ProcessGroup | None) -> Iterator[WriteParts]:
     """Take the values at one moment that this process writes, or tasks for it; the context gives the function for it.
 
-    group  the processes that have the variables together, as of `group_of`
+    group  the processes that have the variables together, a result of `group_of`
     """
     mine = named
     if group is not None and group.rank > 0:  # rank 0 writes whole arrays, what it has alone, and what tasks have

@@ -1,4 +1,4 @@
-"""Stochastic rounding of what an optimizer stores in bfloat16: it computes in float32, and rounds at random.
+"""Stochastic rounding of an optimizer's bfloat16 arrays: it computes in float32, and rounds at random.
 
 An update smaller than half the distance to the next bfloat16 number, a 256th of the parameter, would be lost each time
 by rounding to the nearest. Rounded at random it arrives in the mean.

@@ -1,7 +1,7 @@
 """JAX's persistent compilation cache of launched tasks: a start reads the programs that an earlier one compiled.
 
 JAX is configured by its environment variables. Where the environment of a task names a folder, or switches the cache
-on or off, nothing is changed. Each host has a folder of its own, as processors differ, and only its user may write
+on or off, nothing is changed. Each host has another folder, as processors differ, and only its user may write
 there, since a process runs what it finds. JAX removes the programs that were used least recently.
 """
 
@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 30
 _SETTINGS = {
     # With a limit JAX also locks the folder, and no process reads a program that is half written.
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(MAX_BYTES),
-    # A step has many small programs, and JAX by default keeps only those that take a second to compile.
+    # A step has many small programs, and JAX by default keeps a program only if it compiles for a second.
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }

@@ -26,7 +26,7 @@ from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.tracing.devices.task_name import short_task_name
 
-#: At most this many runs, and keys of each run, are kept: those that were compared last.
+#: Runs, and keys of each run, that are kept at most; the one compared longest ago is dropped.
 KEPT_RUNS, KEPT_KEYS = 64, 1024
 T = TypeVar("T")
 _REMEDY = (

@@ -49,7 +49,7 @@ def can_map(shape: Sequence[int], dtype: np.dtype[Any], chunk: Sequence[int]) ->
 
 
 def mapped_chunks(files: Sequence[Path], chunk_bytes: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes of chunks, of which the last one may be longer than the array. Raises OSError."""
+    """Return the bytes of chunks. The last chunk may be longer than its part of the array. Raises OSError."""
     # Without the right to write, the system sets no memory aside for the whole.
     region = mmap.mmap(-1, len(files) * chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     memory = np.frombuffer(region, np.uint8)

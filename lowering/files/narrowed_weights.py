@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dflow.tracing.errors import ExportError
 from dflow.tracing.ir.types import ArrayType
 
-#: What of the weights is stored, and what has a scale.
+#: How an array holds weights, or the scales of weights.
 Narrowing = Literal["bfloat16", "int8 by row", "scale by row", "int8 by channel", "scale by channel"]
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -26,7 +26,7 @@ _BLOCK_BYTES = 8 << 20
 
 
 def narrowed_type(type: ArrayType, narrowing: Narrowing) -> ArrayType:
-    """Return the type of what is stored of weights of a type."""
+    """Return the type of the array that holds weights of a type."""
     match narrowing:
         case "scale by row":
             return ArrayType(np.dtype(np.float32), type.shape[:1])

@@ -237,7 +237,7 @@ class Execution:
     def cancel_at_end(self, cancel: Cancel) -> None:
         """Call `cancel` if the run fails while the operation waits."""
         self._cancels.append(cancel)
-        # The thread on which the run failed may have called those that were there, before this one came.
+        # The thread that failed the run calls each registered function, but perhaps before this one was registered.
         if self.error is not None:
             self._cancel_all(self.error)
 

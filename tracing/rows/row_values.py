@@ -279,7 +279,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def without_change(equation: Equation, rest: Rest) -> Rest | None:
-    """The rest of a conversion to fewer bits if these are enough: of zeros, or of what had so many; else None."""
+    """The rest of a conversion to fewer bits if it loses nothing: of zeros, or of values that had as few; else None."""
     return Fill(np.zeros((), equation.params["new_dtype"])[()]) if is_zero(rest) else _convert(equation, [rest])
 
 

@@ -25,7 +25,7 @@ class VariableHooks:
         """Note that the variable, and those of `saved`, have values of a checkpoint."""
 
     def counts(self) -> Any:
-        """Return what the kind counts in updates, and log a warning of what needs one; not in traced code."""
+        """Return the kind's counters of updates, and log a warning if they need one; not in traced code."""
 
     def gradient_rows(self, found: RowsFound) -> RowsFound:
         """Return the rows of a gradient of the variable as an update takes them."""
