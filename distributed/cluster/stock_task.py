@@ -33,7 +33,7 @@ from dflow.distributed.transport.base import Transport
 from dflow.lowering.programs.program import export_program, load_program
 from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.values.first_value import first_value
-from dflow.lowering.values.wide_types import follow_programs
+from dflow.lowering.values.wide_types import following_programs
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.types import ArrayType
@@ -95,6 +95,7 @@ class StockTask:
         self.server.close()
 
 
+@following_programs()
 def serve_task(
     stop: StopSignal,
     transport: Transport,
@@ -114,7 +115,6 @@ def serve_task(
 
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
-    follow_programs()
     stock = StockTask(transport, task, coordinator, address, parts=parts, give_up_s=give_up_s, snapshots=snapshots)
     endpoint = MetricsEndpoint(partial(task_metrics, stock.server), metrics) if metrics else None
     if endpoint is not None:

@@ -8,7 +8,8 @@ of products or how random bits are drawn, are parts of the programs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -21,9 +22,14 @@ _follows: list[bool] = []
 REMEDY = "set JAX_ENABLE_X64=1 in the environment of all processes"
 
 
-def follow_programs() -> None:
-    """Have this process keep 64 bits as soon as a program, a variable or a resource has them."""
-    _follows[:] = [True]
+@contextmanager
+def following_programs() -> Iterator[None]:
+    """Have this process keep 64 bits as soon as a program, a variable or a resource has them; until the block ends."""
+    _follows.append(True)
+    try:
+        yield
+    finally:
+        _follows.pop()
 
 
 def is_cut(dtype: Any) -> bool:

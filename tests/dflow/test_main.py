@@ -3,6 +3,8 @@ import socket
 from contextlib import closing
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from dflow import __version__
@@ -12,6 +14,7 @@ from dflow.distributed.coordinator.coordinator import LISTENING
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.status import GetStatus
+from dflow.lowering.values.wide_types import admit
 from tests.distributed.detection.recorded import indexed_job
 from tests.distributed.processes import Spawned
 
@@ -93,6 +96,8 @@ def test_an_address_that_is_taken_is_said_with_the_remedy(command: str, capsys: 
         said = capsys.readouterr().err
         assert f"dflow {command}: cannot listen at {there.address}, for another process does" in said
         assert "--address HOST:PORT" in said
+    admit([np.float64])
+    assert not jax.config.read("jax_enable_x64"), "a task that could not start has left its settings"
 
 
 def test_a_trace_for_a_folder_that_is_not_there_is_refused_before_anything_is_traced(

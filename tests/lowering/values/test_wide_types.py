@@ -12,7 +12,7 @@ import pytest
 from dflow.lowering.programs.program import export_program, load_program
 from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.state.store import Store
-from dflow.lowering.values import wide_types
+from dflow.lowering.values.wide_types import following_programs
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import ArrayType, QueueType
@@ -21,9 +21,9 @@ WIDE, NARROW = (ArrayType(np.dtype(dtype), ()) for dtype in ("float64", "float32
 
 
 @pytest.fixture
-def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(wide_types, "_follows", [True])
-    yield
+def task() -> Iterator[None]:
+    with following_programs():
+        yield
     jax.config.update("jax_enable_x64", False)
 
 
