@@ -7,6 +7,7 @@ more than `max_bytes`, before or after decompression, with the status RESOURCE_E
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -44,6 +45,8 @@ _STATUSES = {
 logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError" not in record.getMessage())
 #: Most bytes of a refusal's text: a client drops a response whose headers have more than 8 kB, and encodes a byte as 3.
 _MOST_TEXT = 2000
+#: Time without a further request, in s, after which a stop finds that no more come, and most looks for that.
+_QUIET_S, _MOST_LOOKS = 0.05, 10
 
 
 class GrpcServer:
@@ -56,6 +59,8 @@ class GrpcServer:
     def __init__(self, service: InferenceService, security: MutualTls | None, limits: HttpLimits) -> None:
         self._service, self._security, self._limits = service, security, limits
         self._server: Any = None
+        #: Of `stop`: whether requests are held, the number of those that were, and when they are answered.
+        self._is_closing, self._held, self._closed = False, 0, asyncio.Event()
 
     async def start(self, address: TcpAddress) -> None:
         """Listen at an address and answer requests. Raises RuntimeError for an address in use."""
@@ -72,7 +77,7 @@ class GrpcServer:
             ]
         )
         methods = {
-            name: _method(name, self._infer if name == "ModelInfer" else partial(self._answer, name))
+            name: self._method(name, self._infer if name == "ModelInfer" else partial(self._answer, name))
             for name in METHODS
         }
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
@@ -86,9 +91,40 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more requests, and end those in progress after `grace_s`, if the server was started."""
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        """Accept no more requests, and end those in progress after `grace_s`, if the server was started.
+
+        gRPC would cancel requests that it has received and given to no handler, and clients repeat UNAVAILABLE alone.
+        So handlers wait until no more requests come, and answer when gRPC has told clients that the server closes.
+        """
+        if self._server is None:
+            return
+        self._is_closing = True
+        for _ in range(_MOST_LOOKS):
+            held = self._held
+            await asyncio.sleep(_QUIET_S)
+            if self._held == held:
+                break
+        stopping = asyncio.create_task(self._server.stop(grace_s))
+        await asyncio.sleep(_QUIET_S)
+        self._closed.set()
+        await stopping
+
+    def _method(self, name: str, answer: Callable[[Any], Awaitable[bytes]]) -> Any:
+        """Return the handler of a method, which answers exceptions by a status."""
+
+        async def handle(_: Any, context: Any) -> bytes:
+            if self._is_closing:
+                self._held += 1
+                await self._closed.wait()
+            try:
+                return await answer(context)
+            except Exception as error:
+                refusal = _refusal_of(error, name)
+            text = str(refusal).encode(errors="replace")[:_MOST_TEXT].decode(errors="ignore")
+            await context.abort(_STATUSES[refusal.status], text)
+            raise AssertionError("abort raises")
+
+        return grpc.stream_unary_rpc_method_handler(handle)
 
     async def _answer(self, method: str, context: Any) -> bytes:
         """Answer a method about the server or its models."""
@@ -151,21 +187,6 @@ class GrpcServer:
             raise RefusedRequest(413, f"the request: expected a message of at most {most} bytes, as --max-bytes says")
         received: bytes = body
         return received
-
-
-def _method(name: str, answer: Callable[[Any], Awaitable[bytes]]) -> Any:
-    """Return the handler of a method, which answers exceptions by a status."""
-
-    async def handle(_: Any, context: Any) -> bytes:
-        try:
-            return await answer(context)
-        except Exception as error:
-            refusal = _refusal_of(error, name)
-        text = str(refusal).encode(errors="replace")[:_MOST_TEXT].decode(errors="ignore")
-        await context.abort(_STATUSES[refusal.status], text)
-        raise AssertionError("abort raises")
-
-    return grpc.stream_unary_rpc_method_handler(handle)
 
 
 def _refusal_of(error: Exception, name: str) -> RefusedRequest:

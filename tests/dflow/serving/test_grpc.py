@@ -5,6 +5,7 @@ The clients are Triton's, and raw calls with its generated messages, which share
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -352,6 +353,29 @@ def test_a_stop_answers_what_was_taken_and_refuses_what_comes(folder: Path) -> N
         assert list(first.result(60).outputs[0].contents.fp32_contents) == [2, 4]
         assert stopping.result(60)
         assert refusal(server, "ServerLive", b"")[0] == "UNAVAILABLE"
+
+
+def test_requests_that_come_in_the_moment_of_the_stop_are_unavailable(folder: Path) -> None:
+    """The loop finds them when it has begun to stop: a client may send them again."""
+    sent, begun = threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        sent.wait(60)
+        server._service.is_stopping = True
+        stops.append(asyncio.ensure_future(server._grpc.stop(30)))
+
+    stops: list[Any] = []
+    with served(folder / "scale", grpc=ANY_PORT) as server:
+        with grpc.insecure_channel(str(server.grpc_address)) as channel:
+            ask = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            ask(ONE_ROW.SerializeToString(), timeout=60)  # connected
+            server._loop.call_soon_threadsafe(block)
+            assert begun.wait(60)
+            asked = [ask.future(ONE_ROW.SerializeToString(), timeout=60) for _ in range(30)]
+            sent.set()
+            found = {(one.exception().code().name, one.exception().details()) for one in asked}
+    assert found == {("UNAVAILABLE", "the server is stopping")}
 
 
 def test_a_stop_ends_in_time_although_a_call_hangs(folder: Path) -> None:
