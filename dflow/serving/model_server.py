@@ -131,7 +131,8 @@ class ModelServer:
         self._stop_watching.set()
         self._loop.call_soon_threadsafe(setattr, self._service, "is_stopping", True)
         self._stops_at = deadline = time.monotonic() + grace_s
-        while self._service.in_progress and time.monotonic() < deadline:
+        # The loop takes requests until it knows of the stop.
+        while (self._service.in_progress or not self._service.is_stopping) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         is_clean = not self._service.in_progress
         self._loop.call_soon_threadsafe(self._service.abandon)

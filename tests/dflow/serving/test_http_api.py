@@ -421,6 +421,32 @@ def test_a_stop_answers_what_was_taken_and_refuses_what_comes(folder: Path) -> N
             call(server.url, "/v2/health/live")
 
 
+def test_a_stop_answers_what_was_taken_before_the_loop_knew_of_it(folder: Path) -> None:
+    with served(folder / "scale") as server:
+        held, real = HeldCalls(server), server._loop
+        asked: list[Any] = []
+
+        class LateLoop:
+            """The loop takes a request before it is told of the stop, and after the stop has looked for requests."""
+
+            def call_soon_threadsafe(self, call: Any, *arguments: Any) -> None:
+                if call is setattr:
+                    held.later(lambda: (looked.wait(1), asked.append(held.ask_first()), tell(call, *arguments)))
+                else:
+                    looked.set()
+                    until(lambda: bool(asked))
+                    tell(call, *arguments)
+
+        looked, tell = threading.Event(), real.call_soon_threadsafe
+        server._loop = LateLoop()  # type: ignore[assignment]
+        stopping = held.later(server.stop)
+        until(lambda: server._service.is_stopping)
+        server._loop = real
+        held.release()
+        assert stopping.result(60)
+        assert asked[0].result(60)[0] == 200
+
+
 def test_a_stop_ends_in_time_although_a_call_hangs(folder: Path) -> None:
     with served(folder / "scale") as server:
         held = HeldCalls(server)
