@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dflow.cli.cluster_options import add_security
 from dflow.cli.command import Command, add_all_tables, add_seconds, at_least_one, checked, count, job_count
 from dflow.cli.launch_backends import add_backends, backend_of
 from dflow.distributed.detection.cluster_spec import COORDINATOR
-from dflow.distributed.launching.compilation_cache import SWITCH_VARIABLE, cache_folder
+from dflow.distributed.launching.compilation_cache import SWITCH_VARIABLE, cache_folder, cache_variables
 from dflow.distributed.launching.dashboard_address import require_dashboard
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
 from dflow.distributed.launching.restarts import restart_limit
@@ -112,6 +113,15 @@ def _add_compilation_cache(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _cache_news(environment: Mapping[str, str]) -> str:
+    """Return the line that says where tasks with this environment keep what they compile; empty if that decides it."""
+    if (folder := cache_folder(environment)) is None:
+        return ""
+    if cache_variables(environment):
+        return f"compiled programs are kept for later starts in {folder}"
+    return f"compiled programs are not kept for later starts: {folder} is not a folder that this user alone can write"
+
+
 def _launch(options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         print(f"dflow launch: there is no script {options.script!r} in {Path.cwd()}", file=sys.stderr)
@@ -149,8 +159,8 @@ def _launch(options: argparse.Namespace) -> int:
     ):
         view = LoggedView(shown, logs)
         view.show_event(f"{note}each task's output is kept in {logs.folder}")
-        if (compiled := cache_folder({**os.environ, **{one.name: one.value for one in plan.environment}})) is not None:
-            view.show_event(f"compiled programs are kept for later starts in {compiled}")
+        if news := _cache_news({**os.environ, **{one.name: one.value for one in plan.environment}}):
+            view.show_event(news)
         if kept is not None:
             view.show_event(kept.news)
         plan = _kept_here(plan, f"{state}/coordinator" if kept is None else str(kept.path), logs.folder)

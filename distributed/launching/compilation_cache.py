@@ -16,6 +16,9 @@ FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 SWITCH_VARIABLE = "JAX_ENABLE_COMPILATION_CACHE"
 MAX_BYTES = 1 << 30
 
+#: Ends of the names of JAX's files: of a program, and of the time of its last use.
+_PROGRAM, _TIME = "-cache", "-atime"
+
 _SETTINGS = {
     # With a limit JAX also locks the folder, and no process reads a program that is half written.
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(MAX_BYTES),
@@ -26,25 +29,43 @@ _SETTINGS = {
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder for a task with this environment; None if the environment decides itself."""
+    """Return the folder for a task with this environment; None if that decides itself, or the user has no home."""
     if FOLDER_VARIABLE in environment or SWITCH_VARIABLE in environment:
         return None
     caches = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME") or "~", ".cache")
-    return Path(caches).expanduser() / "dflow" / "compiled" / (platform.node() or "host")
+    try:
+        return Path(caches).expanduser() / "dflow" / "compiled" / (platform.node() or "host")
+    except RuntimeError:  # as in a container whose user has no name
+        return None
 
 
 def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Make the folder, unless it is there, and return the variables for JAX to use it; none if others may write there.
+    """Make the folder, unless it is there, and return the variables for JAX to use it.
+
+    There are none if the folder cannot be made or written, or if others may write there.
 
     environment  that of the task
     """
-    folder = cache_folder(environment)
+    if (folder := cache_folder(environment)) is None:
+        return {}
     try:
-        if folder is None:
-            return {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except (OSError, RuntimeError):  # the second one from `expanduser`, for a user without a home
+        is_private = found.st_uid == os.getuid() and not found.st_mode & 0o022
+        if not is_private or not os.access(folder, os.W_OK):
+            return {}
+        _remove_unfinished(folder)
+    except OSError:
         return {}
-    is_private = found.st_uid == os.getuid() and not found.st_mode & 0o022
-    return {FOLDER_VARIABLE: str(folder), **_SETTINGS} if is_private else {}
+    return {FOLDER_VARIABLE: str(folder), **_SETTINGS}
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove programs without the time of their last use, which JAX writes after them.
+
+    A killed process and a full disk leave such programs, with which JAX keeps no others. If a process is just writing
+    one, it is compiled once more.
+    """
+    for program in folder.glob(f"*{_PROGRAM}"):
+        if not program.with_name(program.name.removesuffix(_PROGRAM) + _TIME).exists():
+            program.unlink(missing_ok=True)
