@@ -366,15 +366,17 @@ def test_requests_that_come_in_the_moment_of_the_stop_are_unavailable(folder: Pa
         stops.append(asyncio.ensure_future(server._grpc.stop(30)))
 
     stops: list[Any] = []
-    with served(folder / "scale", grpc=ANY_PORT) as server:
-        with grpc.insecure_channel(str(server.grpc_address)) as channel:
-            ask = channel.unary_unary(f"/{SERVICE}/ModelInfer")
-            ask(ONE_ROW.SerializeToString(), timeout=60)  # connected
-            server._loop.call_soon_threadsafe(block)
-            assert begun.wait(60)
-            asked = [ask.future(ONE_ROW.SerializeToString(), timeout=60) for _ in range(30)]
-            sent.set()
-            found = {(one.exception().code().name, one.exception().details()) for one in asked}
+    with (
+        served(folder / "scale", grpc=ANY_PORT) as server,
+        grpc.insecure_channel(str(server.grpc_address)) as channel,
+    ):
+        ask = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        ask(ONE_ROW.SerializeToString(), timeout=60)  # connected
+        server._loop.call_soon_threadsafe(block)
+        assert begun.wait(60)
+        asked = [ask.future(ONE_ROW.SerializeToString(), timeout=60) for _ in range(30)]
+        sent.set()
+        found = {(one.exception().code().name, one.exception().details()) for one in asked}
     assert found == {("UNAVAILABLE", "the server is stopping")}
 
 
