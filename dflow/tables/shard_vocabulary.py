@@ -220,12 +220,12 @@ class ShardVocabulary(VariableHooks):
         rows = jnp.where(has_row, rows + offset, self._row_count)
         self._seen.scatter_update(rows, jnp.full(rows.shape, now))
         if "uses" in self.saved:
-            self.saved["uses"].scatter_add(rows, jnp.ones(rows.shape, jnp.uint32))
+            self._count_once(self.saved["uses"], rows)
         are_new = is_id & ~has_row
         if self.config.admit_after == 1:
             return are_new
         sightings = self.saved["sightings"]
-        sightings.scatter_add(self._counter(used.bucket, used.hashed, are_new), jnp.ones(rows.shape, jnp.uint32))
+        self._count_once(sightings, self._counter(used.bucket, used.hashed, are_new))
         seen = sightings.read()[self._counter(used.bucket, used.hashed, is_id)]
         return are_new & (seen >= self.config.admit_after)
 
@@ -293,6 +293,10 @@ class ShardVocabulary(VariableHooks):
 
     def _clock(self) -> Any:
         return self.ledger.read()[0]
+
+    def _count_once(self, counters: Variable, positions: Any) -> None:
+        # Not by `scatter_add`: several lookups of a step may have found one id.
+        counters.scatter_update(positions, counters.read()[positions] + 1)
 
     def _set_clock(self, clock: Any, offset: Any = 0) -> None:
         self.ledger.scatter_update(jnp.zeros(1, jnp.int32), clock[None])

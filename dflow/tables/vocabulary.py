@@ -31,9 +31,10 @@ class Vocabulary:
     """The ids of a table grow: an id of 64 bits gets a row when it has been used, and may lose it to another id.
 
     `evict`       the id of a full bucket that loses its row to a new one: `lru`, used least recently, in updates of the
-                  table; or `lfu`, used in the fewest updates
-    `admit_after`  number of updates with an id until it gets a row. Ids that have none are counted in as many counters
-                  as there are rows; ids that share a counter are counted together, and it restarts when one gets a row
+                  table; or `lfu`, used in the fewest steps of workers
+    `admit_after`  number of workers' steps with an id until it gets a row. Ids that have none are counted in as many
+                  counters as there are rows. A counter has the number of steps with any of its ids, and restarts when
+                  one of them gets a row
     `bucket`      number of ids in a bucket. Each bucket also has a row that all ids without a row share
     `expire_after`  number of updates of the table, at most 2**32 - 1, after which an id that none of them used loses
                   its row: lookups give the shared one, and if the id returns, it is a new one. An update is one
@@ -69,7 +70,7 @@ def _is_integer(value: Any) -> bool:
 
 
 class VocabularyCounts(NamedTuple):
-    """Numbers of ids in the updates of a table since it was made; an id counts once in each worker's step.
+    """Numbers of ids in the updates of a table since it was made; an id counts once in each lookup of a worker's step.
 
     found       looked up in a row of their own
     shared      looked up in the row that a bucket's ids without a row share

@@ -176,6 +176,24 @@ def test_the_gradients_of_several_lookups_of_a_step_add_up() -> None:
     assert table.counts()[:4] == (4, 4, 3, 0)
 
 
+def test_an_id_in_several_lookups_of_a_step_is_used_once() -> None:
+    config = dflow.Vocabulary("lfu", admit_after=2, bucket=1)
+    table = dflow.Embedding(1, 2, vocabulary=config, name="in several lookups")
+    adagrad = dflow.Optimizer(optax.adagrad(0.1), [table], name="optimizer of several lookups")
+
+    @dflow.jit
+    def step(ids: Any) -> None:
+        found = [table.find(ids), table.find(ids)]
+        gradients = dflow.grad(lambda: sum(table(one).sum() for one in found), [table])()
+        adagrad.apply(gradients, found=found)
+
+    seen = []
+    for _ in range(4):
+        step(np.array([2**40]))
+        seen.append((table.counts().admitted, int(table.shards[0].hooks.saved["uses"].read()[0])))
+    assert seen == [(0, 0), (1, 1), (1, 2), (1, 3)]
+
+
 def test_an_id_becomes_two_words_of_32_bits() -> None:
     wide = dflow.wide_ids(np.array([[2**40 + 5, -1]]))
     np.testing.assert_array_equal(wide.high, [[256, 2**32 - 1]])

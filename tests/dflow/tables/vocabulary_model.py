@@ -103,7 +103,7 @@ class VocabularyModel:
         """Count the new ids of an update, once; return which of them have been used often enough."""
         if self._counted != self.updates:
             self._counted = self.updates
-            self.sightings.update(map(self._counter, new))
+            self.sightings.update(set(map(self._counter, new)))
             self._often = {id: self.sightings[self._counter(id)] >= self.admit_after for id in new}
         return self._often
 
