@@ -1,22 +1,36 @@
-"""The directory of an export: complete or absent, and refused if it is damaged, newer, or not an export."""
+"""Exports: a directory complete or absent, of older versions, of random programs, and written by tasks."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
+import itertools
 import json
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import dflow
 from dflow.__main__ import main
+from dflow.distributed.cluster.cluster_home import ClusterHome
 from dflow.exporting.export_format import FORMAT
+from dflow.testing import memory_cluster
+from tests.dflow.test_programs import TIMES, Outcome, meaning
+from tests.effort import examples
+from tests.programs.draw import programs
+from tests.programs.machines import Traced
+from tests.programs.made import ARGUMENTS, plain, variables_of
+from tests.programs.statements import Program
 
 HERE = Path(__file__).name
 TABLE = jnp.arange(40_000.0).reshape(200, 200)
@@ -248,3 +262,98 @@ def test_large_tables_are_memory_of_their_files_and_stay_as_they_were_saved(tmp_
         assert f"{tmp_path}/m/variables/held/c.0.0" in Path("/proc/self/maps").read_text()
         assert (model.look(ids) == held(ids)).all()
         assert (model.step(ids) == held(ids) + 1).all()
+
+
+FOLDER = Path(__file__).parent / "exports"
+MADE = sorted(path.name for path in FOLDER.glob("jax*"))
+
+
+def steps() -> Any:
+    """Arguments of the calls of each export when it was written."""
+    spec = importlib.util.spec_from_file_location("make_exports", FOLDER / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.STEPS
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("made", MADE)
+def test_an_export_of_an_older_version_gives_what_it_gave_when_it_was_made(made: str) -> None:
+    there = dflow.load(FOLDER / made, prefix=f"{made}/")
+    expected = json.loads((FOLDER / made / "expected.json").read_text())
+    got = [jax.tree.map(lambda array: np.asarray(array).tolist(), there.step(given)) for given in steps()]
+    assert got == expected
+    assert not there.variables["count"].trainable
+
+
+_numbers = itertools.count()
+
+
+def by_export(program: Program) -> list[Outcome]:
+    """Return the results of each run of the loaded program, and the variables after it."""
+    machine = Traced(variables_of(program), [])
+    exported = dflow.export({"run": (lambda x, y: program(machine, x, y), *ARGUMENTS)})
+    with tempfile.TemporaryDirectory() as folder:
+        there = dflow.load(exported.save(Path(folder) / "made"), prefix=f"export_{next(_numbers)}/")
+    # Variables that the program does not use are not part of its export.
+    variables = [there.variables.get(variable.name, variable) for variable in machine.variables]
+    outcomes = []
+    for _ in range(TIMES):
+        outputs: Any = there.run(*map(jnp.array, ARGUMENTS))
+        outcomes.append((plain(outputs), [], plain(variable.read() for variable in variables), []))
+    return outcomes
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.*makes a new function of it each time")
+@settings(max_examples=examples(8))
+@given(program=programs())
+def test_an_exported_program_does_what_jax_alone_would_do(program: Program) -> None:
+    wanted = meaning(program)
+    assert by_export(program) == wanted
+
+
+ROWS = 30
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Any]:
+    with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
+        yield worker
+
+
+def refused(*_: Any) -> Any:
+    raise AssertionError("the worker reads variables")
+
+
+@pytest.mark.parametrize("form", [None, "int8", "bfloat16"])
+def test_the_tasks_write_the_tables_of_an_export(
+    form: Any, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worker.parameter_servers():
+        tables = [
+            dflow.Embedding(ROWS, 2, name="blocks", shards=3),
+            dflow.Embedding(ROWS, 2, name="modulo", shards=2, by="modulo"),
+        ]
+        layer = dflow.Variable(jnp.ones((2, 4)), name="layer")
+    local = dflow.Variable(jnp.float32(3), name="local")
+
+    def serve(ids: Any) -> Any:
+        return sum(table(ids) for table in tables) @ layer * local
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClusterHome, "read_together", refused)
+        exported = dflow.export(serve, dflow.spec("b", jnp.int32), platforms=["cpu"], weights=form)
+        exported.save(tmp_path / "m")
+    ids = np.arange(ROWS, dtype=np.int32)
+    expected = sum(np.asarray(table.read()) for table in tables) @ np.ones((2, 4), np.float32) * 3
+    found = dflow.load(tmp_path / "m", prefix=f"{form}/")(ids)
+    np.testing.assert_allclose(found, expected, **({"rtol": 1e-6} if form is None else {"atol": 0.05}))
+    if form is not None:
+        return
+    # The folder of the values is a checkpoint.
+    blocks = dflow.ShardedVariable(jnp.zeros((ROWS, 2)), name="blocks")
+    dflow.restore(tmp_path / "m" / "variables", blocks, ignore=["unexpected"])
+    np.testing.assert_array_equal(blocks.read(), tables[0].read())

@@ -107,7 +107,7 @@ def seen(program: Program, jit: Any) -> Seen:
             outcome: Any = (_plain(str(tree)), tuple(_kind(leaf) for leaf in leaves))
         except Exception as error:
             values, outcome = (), _described(error)
-    # JAX does not report a kept value before it is used; tests/dflow/calls/test_leaks.py tests dflow's report.
+    # JAX does not report a kept value before it is used; tests/dflow/calls/test_memory.py tests dflow's report.
     said = [warning for warning in caught if warning.category is not dflow.LeakedTracerWarning]
     return Seen(outcome, values, tuple((warning.category.__name__, _plain(str(warning.message))) for warning in said))
 

@@ -1,11 +1,15 @@
-"""Saving and restoring: all types, generators and optimizers; errors leave every variable as it was."""
+"""Saving and restoring: all types, of the values of one moment while others train, or an error without effect."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,17 @@ import optax
 import pytest
 
 import dflow
+from dflow.distributed import Async, Sync
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.lowering.files.array_files import read_arrays
+from dflow.lowering.state.store import Store
 from dflow.state_backends import LOCAL
-from dflow.tracing.errors import CheckpointError, VariableError
+from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.errors import CheckpointError, VariableError, VariableShapeError
+from dflow.tracing.ir.types import array_type_of
 from tests.dflow.training.scaled_model import same, scaled_model
+from tests.distributed.waiting import until
 
-#: A second set of variables with the same names stands for those of a restarted program.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
 
@@ -210,3 +219,195 @@ def test_what_a_killed_save_left_is_not_listed_as_a_checkpoint(tmp_path: Path) -
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(dflow.NoCheckpoint, match=r"there are: c(;|$)"):
             dflow.restore(path, v)
+
+
+SAVES = 12
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryCluster]:
+    with memory_cluster(ps=2, workers=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def workers(memory: MemoryCluster) -> Iterator[list[Cluster]]:
+    with ThreadPoolExecutor(3) as pool:
+        joined = list(pool.map(memory.worker, range(3)))
+    yield joined
+    for one in joined:
+        one.close()
+
+
+def pair(cluster: Cluster) -> dict[str, dflow.Variable]:
+    """A variable on each parameter task."""
+    with cluster.parameter_servers():
+        found = {}
+        for index in range(2):
+            with dflow.device(f"ps:{index}"):
+                found[f"v{index}"] = dflow.Variable(lambda: jnp.zeros(()), name=f"v{index}")
+    return found
+
+
+def saved(folder: Path) -> list[tuple[float, float]]:
+    """The two values in each checkpoint."""
+    found = []
+    for number in range(SAVES):
+        values = read_arrays(folder / str(number)).read({"v0": None, "v1": None})
+        found.append((float(values["v0"]), float(values["v1"])))
+    return found
+
+
+def test_a_save_while_workers_train_asynchronously(workers: list[Cluster], tmp_path: Path) -> None:
+    enough = threading.Event()
+
+    def train(cluster: Cluster) -> int:
+        model = pair(cluster)
+
+        @dflow.jit
+        def step(x: Any) -> None:
+            # The second update comes some milliseconds after the first.
+            model["v0"].assign_add(x[0, 0])
+            product = jax.lax.fori_loop(0, 300, lambda _, y: y @ x, x)
+            model["v1"].assign_add(product[0, 0])
+
+        batches = itertools.takewhile(lambda _: not enough.is_set(), itertools.repeat(jnp.eye(96)))
+        return sum(1 for _ in Async(cluster).run(step, batches, steps=10**6, name="run"))
+
+    with ThreadPoolExecutor(2) as pool:
+        trained = pool.map(train, workers[:2])
+        try:
+            model = pair(workers[2])
+            for number in range(SAVES):
+                seen = float(model["v0"].read())
+                until(lambda seen=seen: float(model["v0"].read()) > seen)  # type: ignore[misc]
+                dflow.save(tmp_path / str(number), model)
+        finally:
+            enough.set()
+        steps = sum(trained)
+    counts = saved(tmp_path)
+    assert all(first == second for first, second in counts), counts
+    assert counts == sorted(counts)
+    assert float(model["v0"].read()) == float(model["v1"].read()) == steps
+
+
+def test_a_worker_saves_in_its_own_loop_of_synchronous_steps(workers: list[Cluster], tmp_path: Path) -> None:
+    def train(cluster: Cluster) -> None:
+        model = pair(cluster)
+        optimizer = dflow.Optimizer(optax.sgd(1.0), model, name="sgd")
+
+        @dflow.jit
+        def step(x: Any) -> None:
+            optimizer.apply({"v0": -x, "v1": -x})
+
+        batches = itertools.repeat(jnp.float32(1))
+        for number, _ in enumerate(Sync(cluster).run(step, batches, steps=SAVES, name="run")):
+            if cluster.index == 0:
+                dflow.save(tmp_path / str(number), model)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(train, workers))
+    counts = saved(tmp_path)
+    assert all(first == second for first, second in counts), counts
+    assert counts == sorted(counts)
+
+
+WAIT_S = 60.0
+
+
+def test_a_save_while_four_threads_train_holds_one_moment(tmp_path: Path) -> None:
+    one, two = dflow.Variable(jnp.zeros(1000), name="one"), dflow.Variable(jnp.zeros(1000), name="two")
+    done = threading.Event()
+
+    @dflow.jit
+    def both() -> None:
+        one.assign_add(jnp.ones(1000))
+        two.assign_add(jnp.ones(1000))
+
+    @dflow.jit
+    def swapped() -> None:
+        mean = (one + two) / 2
+        two.assign(mean + 1)
+        one.assign(mean + 1)
+
+    def train(step: Any) -> int:
+        steps = 0
+        while not done.is_set():
+            step()
+            steps += 1
+        return steps
+
+    with ThreadPoolExecutor(4) as pool:
+        training = [pool.submit(train, step) for step in (both, swapped, both, swapped)]
+        try:
+            seen = []
+            for number in range(8):
+                dflow.save(tmp_path / str(number), [one, two])
+                files = read_arrays(tmp_path / str(number)).read({"one": None, "two": None})
+                np.testing.assert_array_equal(files["one"], files["two"])
+                assert len(np.unique(files["one"])) == 1
+                seen.append(float(files["one"][0]))
+        finally:
+            done.set()
+        assert all(future.result(WAIT_S) for future in training)
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 1
+
+
+def test_a_restore_while_others_train_sets_all_in_one_moment(tmp_path: Path) -> None:
+    one, two = dflow.Variable(jnp.zeros(10), name="one"), dflow.Variable(jnp.zeros(10), name="two")
+    dflow.save(tmp_path / "c", [one, two])
+    done = threading.Event()
+
+    @dflow.jit
+    def step() -> jax.Array:
+        one.assign_add(jnp.ones(10))
+        two.assign_add(jnp.ones(10))
+        return abs(one - two).max()
+
+    def train() -> float:
+        return max(float(step()) for _ in iter(done.is_set, True))
+
+    with ThreadPoolExecutor(2) as pool:
+        training = [pool.submit(train) for _ in range(2)]
+        try:
+            for _ in range(20):
+                dflow.restore(tmp_path / "c", [one, two])
+        finally:
+            done.set()
+        assert [future.result(WAIT_S) for future in training] == [0.0, 0.0]
+
+
+def test_a_restore_reads_one_checkpoint_though_it_is_replaced_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = dflow.Variable(1.0, name="one"), dflow.Variable(1.0, name="two")
+    dflow.save(tmp_path / "c", [one, two])
+    one.assign(2.0)
+    two.assign(2.0)
+    read, left = Store.read_saved, [3]
+
+    def read_late(*args: Any) -> Any:
+        values = read(*args)
+        if left[0]:
+            left[0] -= 1
+            dflow.save(tmp_path / "c", [one, two], overwrite=True)
+        return values
+
+    monkeypatch.setattr(Store, "read_saved", read_late)
+    dflow.restore(tmp_path / "c", [one, two])
+    assert (float(one), float(two), left) == (2.0, 2.0, [0])
+    left[0] = 100
+    with pytest.raises(dflow.CheckpointError, match="was replaced 5 times while it was read"):
+        dflow.restore(tmp_path / "c", [one, two])
+
+
+def test_values_are_replaced_together_or_not_at_all() -> None:
+    store = Store()
+    for key in ("v", "w"):
+        store.create(key, array_type_of(jnp.ones(3)).strong, lambda: jnp.ones(3))
+    with pytest.raises(VariableShapeError, match=r"variable 'w' holds f32\[3\] but was given f32\[2\]"):
+        store.replace({"v": jnp.zeros(3), "w": jnp.zeros(2)})
+    assert store.read("v").tolist() == [1.0] * 3
+    store.replace({"v": jnp.zeros(3), "w": jnp.zeros(3)})
+    assert store.read("v").tolist() == store.read("w").tolist() == [0.0] * 3
