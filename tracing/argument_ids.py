@@ -227,7 +227,8 @@ def _named(found: Sequence[GivenIds], ids: WideIds | None, use: str, way_out: st
     if not these:
         return None
     first = these[0]
-    if isinstance(first.ids, IntegerIds) and len(these) == 1 and not isinstance(first.given, jax.ShapeDtypeStruct):
+    is_spec = isinstance(first.given, jax.ShapeDtypeStruct)
+    if isinstance(first.ids, IntegerIds) and len(these) == 1 and not is_spec:
         try:
             check_number(first.given, first.name())
         except InputError as error:
@@ -238,7 +239,8 @@ def _named(found: Sequence[GivenIds], ids: WideIds | None, use: str, way_out: st
             f"{named}: expected strings for lookups in a table with a vocabulary alone, since JAX has none, got {use}",
             way_out or "look them up, table(ids); or give numbers in place of the strings, or leave them out",
         )
+    smaller = "dflow.spec(shape, numpy.int32)" if is_spec else "ids.astype(numpy.int32)"
     return InputError(
         f"{named}: expected integers of 64 bits for lookups in a table with a vocabulary alone, got {use}",
-        way_out or "look them up, table(ids); or make them of 32 bits, ids.astype(numpy.int32)",
+        way_out or f"look them up, table(ids); or make them of 32 bits, {smaller}",
     )

@@ -121,6 +121,11 @@ def test_lookups_of_any_size_answer_as_the_trainer(
         np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+def test_integers_of_64_bits_are_no_numbers_in_an_export() -> None:
+    with pytest.raises(dflow.InputError, match=r"'ids'.*\n.*\n.* of 32 bits, dflow.spec\(shape, numpy.int32\)"):
+        dflow.export(lambda ids: ids + 1, dflow.spec("b", np.int64))
+
+
 def test_a_segment_outside_of_an_open_number_of_bags_is_refused(
     tables: tuple[Tables, dict[Any, dflow.Loaded]],
 ) -> None:
