@@ -19,7 +19,7 @@ from dflow.tables.id_routing import route_ids
 from dflow.tables.initial_part import BLOCK_BYTES, largest
 from dflow.tables.shard_vocabulary import BLOCK, ShardVocabulary, first_ledger
 from dflow.tables.sharded_variable import ShardedVariable
-from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
+from dflow.tables.vocabulary import EVICTIONS, FoundIds, Vocabulary, VocabularyCounts
 from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.own_scopes import own_scope
@@ -37,6 +37,7 @@ LOGGER = logging.getLogger("dflow")
 SMALL_SHARE = 0.001
 #: Least share of free rows that is worth a warning when ids have lost their rows.
 MUCH_FREE = 0.1
+_LARGEST = 2**32 - 1
 #: By table, the number of evictions when they were last warned of.
 _warned: weakref.WeakKeyDictionary[ShardedVariable, int] = weakref.WeakKeyDictionary()
 
@@ -79,6 +80,22 @@ def grow(table: ShardedVariable, config: Vocabulary, initial: Callable[[], Any],
 
         own = {kind: variable.shards[number] for kind, variable in made.items()}
         shard.hooks = ShardVocabulary(shard, config, (buckets, first // each), values, own, ledger, made["seen"])
+    if table.shards[0].home.shares_names and not is_tracing():
+        _refuse_other_settings(table, config, f"{named}/vocabulary")
+
+
+def _refuse_other_settings(table: ShardedVariable, config: Vocabulary, record_name: str) -> None:
+    """Raise VariableError if the first process to make the table gave it other settings, of which it left a record."""
+    own = [EVICTIONS.index(config.evict), min(config.admit_after, _LARGEST), config.bucket, config.expire_after or 0]
+    record = Variable(np.array(own, np.uint32), name=record_name, near=table.shards[0], trainable=False)
+    record.is_saved = False
+    evict, admit_after, bucket, expire_after = first = np.asarray(record.read()).tolist()
+    if first != own:
+        made = Vocabulary(EVICTIONS[evict], admit_after, bucket, expire_after or None)
+        raise VariableError(
+            f"vocabulary of table {table.name!r}: expected {made}, with which another process made it, got {config}",
+            "give the same settings in all processes",
+        )
 
 
 def key_of_literals(key: Any) -> Callable[[], Any]:

@@ -397,6 +397,13 @@ class Program:
         return [v.read()[0] for v in (*self.table.shards, *(slot for slot in slots if slot.shape == (2, 2)))]
 
 
+def test_all_processes_give_a_table_the_same_settings(workers: list[Any]) -> None:
+    Program(workers[0], optax.sgd(RATE), admit_after=2)
+    message = r"vocabulary of table 'table': expected Vocabulary\(.*admit_after=2.*, got Vocabulary\(.*admit_after=1"
+    with pytest.raises(dflow.VariableError, match=message):
+        Program(workers[1], optax.sgd(RATE))
+
+
 @pytest.mark.parametrize(
     ("transformation", "lazy_rows"),
     [
