@@ -1,8 +1,9 @@
-"""Types and their text, the user's lines, and effects that commute."""
+"""Types and their text, equal keys and attributes, the user's lines, and marks of changed rows."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,13 +14,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+import dflow
+from dflow.tables.changed_rows import track_changed_rows
 from dflow.tracing.errors import GraphTypeError, InternalError, ParseError
+from dflow.tracing.ir.each_once import representatives
+from dflow.tracing.ir.exact_attributes import exact
 from dflow.tracing.ir.explicit_sharding import explicit_sharding
 from dflow.tracing.ir.op import OPS, op
+from dflow.tracing.ir.row_marks import LIFE, PERIOD, fresh_marks, marked, marks_type
 from dflow.tracing.ir.types import DTYPES, ArrayType, RefType, array_type_of, dtype_name, parse_dtype, parse_type
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.source import Loc, caller, is_user_file
+from dflow.tracing.state.resources import Variable
+from dflow.tracing.syntax.text import parse, text
 from tests.effort import examples
+from tests.reference.interpret import interpret
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
@@ -74,9 +83,9 @@ def test_a_type_with_a_sharding_reads_back(parts: list[Any], kinds: tuple[AxisTy
     shape = tuple(8 for _ in parts)
     sharding = explicit_sharding(NamedSharding(mesh, PartitionSpec(*parts, unreduced=left)), shape)
     type = ArrayType(np.dtype("float32"), shape, sharding=sharding)
-    for text in (str(type), f"ref<{type}>"):
-        again = parse_type(text)
-        assert str(again) == text
+    for written in (str(type), f"ref<{type}>"):
+        again = parse_type(written)
+        assert str(again) == written
         assert (again.of if isinstance(again, RefType) else again).sharding == sharding  # type: ignore[union-attr]
     assert (sharding is None) == (AxisType.Explicit not in kinds)
 
@@ -165,3 +174,102 @@ def test_operands_that_an_op_on_a_variable_does_not_take_are_refused(op: str, op
     rule: Any = OPS[op].rule
     with pytest.raises(GraphTypeError, match=f"{op}: {message}"):
         rule(*map(parse_type, operands.split()))
+
+
+@pytest.mark.once
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.integers(0, 3), st.integers(-(2**31), 2**31 - 1)), st.booleans()), min_size=8, max_size=8
+    )
+)
+def test_equal_numbers_have_one_representative(drawn: list[tuple[int, bool]]) -> None:
+    numbers, wanted = map(np.asarray, zip(*drawn, strict=True))
+    found = np.asarray(jax.jit(representatives)(numbers.astype(np.int32), wanted))
+    for place, (number, is_wanted) in enumerate(drawn):
+        equal = [other for other, each in enumerate(drawn) if each == (number, True)] if is_wanted else [place]
+        assert found[place] in equal
+        assert {found[other] for other in equal} == {found[place]}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5000])
+def test_all_numbers_may_be_equal_or_differ(count: int) -> None:
+    differ = np.random.default_rng(0).permutation(count).astype(np.int32) * 4096
+    np.testing.assert_array_equal(representatives(jnp.asarray(differ)), np.arange(count))
+    assert len({*np.asarray(representatives(jnp.full(count, 7, jnp.int32)))}) == min(1, count)
+
+
+@dataclass(frozen=True)
+class Held:
+    value: Any
+
+
+WITHIN = {
+    "alone": lambda value: value,
+    "in a tuple": lambda value: (1, (value,)),
+    "in a dataclass": lambda value: Held((value,)),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+def test_values_of_other_bits_or_types_have_other_keys(within: Any) -> None:
+    for one, other in ((0.0, -0.0), (1, True), (1, 1.0)):
+        assert exact(within(one)) != exact(within(other))
+    assert hash(exact(within(0.0))) == hash(exact(within(0.0)))
+    assert exact(within(0.0)) == exact(within(0.0))
+
+
+def test_a_list_has_no_key_that_can_be_compared() -> None:
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(exact([1]))
+
+
+ROWS = 200
+
+
+@pytest.fixture
+def table() -> Variable:
+    variable = dflow.Variable(jnp.zeros((ROWS, 2)), name="table")
+    track_changed_rows(variable)
+    return variable
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "uint32"])
+def test_no_row_that_an_update_changes_is_missed(dtype: str) -> None:
+    limits = np.iinfo(dtype)
+    indices = np.array([0, 7, 7, 100, limits.max, limits.min, limits.max - 60], dtype)
+    marks = jnp.zeros(ROWS + 2, jnp.int32).at[PERIOD].set(5)
+    changed = np.asarray(jnp.zeros(ROWS, bool).at[indices].set(True))
+    found = np.asarray(marked(marks, indices))
+    assert (found[:ROWS][changed] == 5).all()
+    assert dtype == "uint32" or not found[:ROWS][~changed].any()
+    np.testing.assert_array_equal(found[PERIOD:], [5, 0])
+    np.testing.assert_array_equal(marked(marks)[:PERIOD], np.full(ROWS, 5))
+    np.testing.assert_array_equal(marked(marks)[PERIOD:], [5, 0])
+
+
+def test_lives_differ() -> None:
+    lives = {int(fresh_marks(marks_type(3))[LIFE]) for _ in range(4)}
+    assert len(lives) > 1
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_an_update_is_followed_by_its_mark(by_rows: bool, table: Variable) -> None:
+    def step(ids: Any, rows: Any) -> None:
+        if by_rows:
+            table.scatter_add(ids, rows)
+        else:
+            table.assign_add(rows)
+
+    ids, rows = np.array([3, -1, 400], np.int32), np.ones((3, 2) if by_rows else (ROWS, 2), np.float32)
+    graph = trace(step, (ids, rows), {}).graph
+    printed = text(graph, locs=False)
+    assert [node.op.name for node in graph.nodes] == [f"var.{'scatter' if by_rows else 'assign'}_add", "var.mark"]
+    assert text(parse(printed)) == printed
+    before = {ref.name: variable.read() for ref, variable in zip(graph.refs, (table, table.marks), strict=True)}
+    before[graph.refs[1].name] = before[graph.refs[1].name].at[PERIOD].set(2)
+    table.marks.scatter_add(jnp.array([PERIOD]), jnp.array([1]))  # type: ignore[union-attr]
+    _, after = interpret(graph, [ids, rows], before)
+    dflow.jit(step)(ids, rows)
+    for variable, value in zip((table, table.marks), after.values(), strict=True):
+        np.testing.assert_array_equal(variable.read(), value)  # type: ignore[union-attr]

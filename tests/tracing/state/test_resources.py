@@ -1,7 +1,11 @@
-"""Variables in user code, and the errors for wrong use."""
+"""Variables, queues, accumulators and containers in traced code: graphs as text, their results, and errors."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -9,13 +13,362 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflow.tracing.errors import InternalError, VariableError
+import dflow
+from dflow.testing import memory_cluster
+from dflow.tracing.errors import (
+    AccumulatorError,
+    ContainerError,
+    DeadlineExceeded,
+    InternalError,
+    ParseError,
+    QueueError,
+    VariableError,
+    VerifyError,
+)
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.types import AccumulatorType, ArrayType, QueueType, RowsType, parse_type
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.resources import Variable, read
 from dflow.tracing.state.variable_trees import variables
+from dflow.tracing.syntax.text import parse, text
+from dflow.tracing.syntax.verify import verify
 from tests.graphs_ import a_home
+from tests.reference.accumulator_model import AccumulatorModel
 from tests.reference.interpret import interpret
+from tests.reference.queue_model import QueueModel
+
+LOOP = """graph(%q: queue<i32[]>, %n: i32[]) {
+ !%sum: i32[] = ctrl.while(%q, %n, 0:i32[]) {carry=1} {
+    graph(%q: queue<i32[]>, %n: i32[], %c: i32[]) {
+      %1: bool[] = jax.lt(%c, %n)
+      return %1
+    }
+    graph(%q: queue<i32[]>, %n: i32[], %c: i32[]) {
+     !%1: i32[] = queue.dequeue(%q)
+     !%2: token = queue.enqueue(%q, %c)
+      %3: i32[] = jax.add(%c, %1)
+      return %3
+    }
+  }
+  return %sum
+}"""
+
+ROWS = """graph(%q: queue<i32[]>, %x: i32[3]) {
+ !%last: i32[], %all: i32[3] = ctrl.scan(%q, 0:i32[], %x) {carry=1, length=3, reverse=True, rows=1} {
+    graph(%q: queue<i32[]>, %c: i32[], %row: i32[]) {
+     !%1: i32[] = queue.dequeue(%q)
+      %2: i32[] = jax.mul(%row, %1)
+      return %1, %2
+    }
+  }
+  return %last, %all
+}"""
+
+BRANCH = """graph(%q: queue<i32[]>, %i: i32[]) {
+ !%taken: i32[] = ctrl.cond(%i, %q) {
+    graph(%q: queue<i32[]>) {
+     !%1: i32[] = queue.size(%q)
+      return %1
+    }
+    graph(%q: queue<i32[]>) {
+     !%1: i32[] = queue.dequeue(%q)
+      return %1
+    }
+  }
+  return %taken
+}"""
+
+
+def run(graph: str, *inputs: object) -> tuple[list[object], list[int]]:
+    """Run a graph over a queue of 1, 2, 3; return its results and the elements that remain."""
+    queue = QueueModel(QueueSettings(QueueKind.FIFO, 8), [(np.int32(n),) for n in (1, 2, 3)])
+    outputs, state = interpret(parse(graph), inputs, {"q": queue})
+    assert [int(number) for (number,) in queue.elements] == [1, 2, 3]
+    return [np.asarray(output).tolist() for output in outputs], [int(number) for (number,) in state["q"].elements]
+
+
+@pytest.mark.parametrize("graph", [LOOP, ROWS, BRANCH])
+def test_a_graph_with_bodies_is_read_back(graph: str) -> None:
+    verify(parse(graph))
+    assert text(parse(graph)) == graph
+
+
+def test_bodies_run_turn_by_turn() -> None:
+    assert run(LOOP, np.int32(5)) == ([6], [0, 1, 3])
+    assert run(LOOP, np.int32(0)) == ([0], [1, 2, 3])
+    assert run(ROWS, np.array([10, 20, 30], np.int32)) == ([3, [30, 40, 30]], [])
+    assert run(BRANCH, np.int32(0)) == ([3], [1, 2, 3])
+    assert run(BRANCH, np.int32(7)) == ([1], [2, 3])
+
+
+def test_a_queue_type_is_read_back() -> None:
+    type = QueueType((ArrayType(np.dtype("float32"), (3, None)), ArrayType(np.dtype("int32"), ())))
+    assert str(type) == "queue<f32[3,?], i32[]>"
+    assert parse_type(str(type)) == type
+    with pytest.raises(ParseError, match="is not a type"):
+        parse_type("queue<token>")
+
+
+@pytest.mark.parametrize(
+    ("graph", "old", "new", "message"),
+    [
+        (LOOP, "return %1\n", "return %c\n", r"the test gives \(i32\[\]\) where \(bool\[\]\) is wanted"),
+        (LOOP, "return %3", "return %3, %1", r"the body gives \(i32\[\], i32\[\]\) where \(i32\[\]\) is wanted"),
+        (LOOP, "%n: i32[]) {\n !", "%n: f32[]) {\n !", r"its body takes \(queue<i32\[\]>, i32\[\], i32\[\]\) and was"),
+        (LOOP, "queue.enqueue(%q, %c)", "queue.enqueue(%q)", r"the element is \(\) but the queue holds \(i32\[\]\)"),
+        (LOOP, "= queue.dequeue(%q)", "= queue.dequeue(%c)", r"the first operand is i32\[\], not a queue"),
+        (LOOP, "queue.enqueue(%q, %c)", "queue.enqueue(%c, %c)", r"the first operand is i32\[\], not a queue"),
+        (ROWS, "length=3", "length=4", r"a row of 4 is to be taken from i32\[3\]"),
+        (ROWS, "%all: i32[3]", "%all: i32[4]", r"gives i32\[\], i32\[3\] but its results are i32\[\], i32\[4\]"),
+        (BRANCH, "%i: i32[]", "%i: f32[]", r"the index gives \(f32\[\]\) where \(i32\[\]\) is wanted"),
+        (BRANCH, "return %1\n    }\n  }", "return\n    }\n  }", r"a body gives \(\) where \(i32\[\]\) is wanted"),
+        (
+            BRANCH.replace("queue<i32[]>", "queue<i32[?]>"),
+            "",
+            "",
+            r"queue<i32\[\?\]> have no one shape",
+        ),
+    ],
+)
+def test_a_malformed_graph_is_refused_with_the_reason(graph: str, old: str, new: str, message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        verify(parse(graph.replace(old, new)))
+
+
+TYPE = "accumulator<f32[], 2 rows of f32[5,1]>"
+
+GRAPH = f"""graph(%g: {TYPE}, %x: f32[], %i: i32[3], %r: f32[3,1]) {{
+ !%s: i32[] = accumulator.step(%g)
+ !%fresh: bool[] = accumulator.apply(%g, %x, %i, %r, %s)
+ !%stale: bool[] = accumulator.apply(%g, %x, %i, %r, -1:i32[])
+ !%again: bool[] = accumulator.apply(%g, 3.0:f32[], %i, %r, 7:i32[])
+ !%n: i32[] = accumulator.count(%g)
+ !%1: f32[], %2: i32[2], %3: f32[2,1] = accumulator.take(%g) {{count=2}}
+ !%d: i32[] = accumulator.dropped(%g)
+ !%4: token = accumulator.set_step(%g, %n)
+  return %fresh, %stale, %again, %1, %2, %3, %d
+}}"""
+
+
+def run_accumulators(graph: str, indices: list[int]) -> tuple[list[Any], AccumulatorModel]:
+    parsed = parse(graph)
+    held: Any = parsed.refs[0].type
+    model = AccumulatorModel(held, AccumulatorSettings(Reduction.MEAN))
+    inputs = [np.float32(1), np.array(indices, np.int32), np.ones((3, 1), np.float32)]
+    outputs, state = interpret(parsed, inputs, {"g": model})
+    assert (model.step, model.dropped, model.gradients) == (0, 0, [])
+    return [np.asarray(output).tolist() for output in outputs], state["g"]
+
+
+def test_a_graph_is_read_back_and_means_what_its_ops_say() -> None:
+    verify(parse(GRAPH))
+    assert text(parse(GRAPH)) == GRAPH
+    outputs, left = run_accumulators(GRAPH, [4, 1, 4])
+    assert outputs == [True, False, True, 2.0, [1, 4], [[1.0], [2.0]], 1]
+    assert (left.step, left.dropped, left.gradients) == (2, 1, [])
+    assert run_accumulators(GRAPH, [3, 3, 3])[0][4:6] == [[3, 0], [[3.0], [0.0]]]
+
+
+def test_an_interpreted_wait_and_too_many_rows_are_errors() -> None:
+    with pytest.raises(
+        DeadlineExceeded, match=r"node %1 \(accumulator\.take\): a take of 3 waits for ever: it holds 2"
+    ):
+        run_accumulators(GRAPH.replace("count=2", "count=3"), [1, 1, 1])
+    with pytest.raises(AccumulatorError, match="it would hold 3 different rows, but a take gives 2 rows of f32"):
+        run_accumulators(GRAPH, [1, 2, 3])
+
+
+def test_an_accumulator_type_is_read_back() -> None:
+    f32 = np.dtype("float32")
+    type = AccumulatorType((ArrayType(f32, ()), RowsType(2, ArrayType(f32, (5, 1)))))
+    assert str(type) == TYPE
+    assert parse_type(TYPE) == type
+    for wrong in ("accumulator<token>", "accumulator<x rows of f32[3]>", "accumulator<2 rows of token>"):
+        with pytest.raises(ParseError, match="is not a"):
+            parse_type(wrong)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("(%g, %x, %i, %r, %s)", "(%g, %x, %i, %r)", r"the step is f32\[3,1\], not i32\[\]"),
+        ("(%g, %x, %i, %r, %s)", "(%g, %x, %i, %s)", r"the gradient is \(f32\[\], i32\[3\]\) but accumulator"),
+        (
+            "%r: f32[3,1]",
+            "%r: f32[4,1]",
+            r"the gradient is \(f32\[\], i32\[3\], f32\[4,1\]\) but accumulator<f32\[\], 2",
+        ),
+        ("accumulator.count(%g)", "accumulator.count(%s)", r"the first operand is i32\[\], not an accumulator"),
+        ("accumulator.set_step(%g, %n)", "accumulator.set_step(%g, %x)", r"the step is f32\[\], not i32\[\]"),
+        ("%2: i32[2]", "%2: i32[3]", r"its results are f32\[\], i32\[3\]"),
+    ],
+)
+def test_a_malformed_graph_of_accumulators_is_refused(old: str, new: str, message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        verify(parse(GRAPH.replace(old, new)))
+
+
+KEPT = f"""graph(%g: {TYPE}, %x: f32[], %i: i32[3], %r: f32[3,1], %o: f32[1], %t: i32[3]) {{
+ !%1: i32[] = accumulator.keep(%g, %x, %i, %r, 4:i32[])
+ !%2: i32[] = accumulator.keep(%g, 7.0:f32[], %i, %r, 4:i32[])
+ !%3: i32[] = accumulator.keep(%g, 3.0:f32[], 1:i32[], %o, 4:i32[])
+ !%4: i32[] = accumulator.keep(%g, %x, %i, %r, 3:i32[])
+ !%5: f32[], %6: i32[2], %7: f32[2,1] = accumulator.take_kept(%g, %t)
+ !%8: i32[] = accumulator.step(%g)
+ !%9: i32[] = accumulator.dropped(%g)
+  return %1, %2, %3, %4, %5, %6, %7, %8, %9
+}}"""
+
+
+def test_a_graph_with_kept_gradients_is_read_back_and_means_what_its_ops_say() -> None:
+    verify(parse(KEPT))
+    assert text(parse(KEPT)) == KEPT
+    parsed = parse(KEPT)
+    held: Any = parsed.refs[0].type
+    inputs = [np.float32(1), np.array([4, 1, 4], np.int32), np.ones((3, 1), np.float32), np.ones(1, np.float32)]
+
+    def run_accumulators(*tickets: int) -> list[Any]:
+        model = AccumulatorModel(held, AccumulatorSettings(Reduction.MEAN))
+        outputs, _ = interpret(parsed, [*inputs, np.array(tickets, np.int32)], {"g": model})
+        return [np.asarray(output).tolist() for output in outputs]
+
+    assert run_accumulators(1, 3, 0) == [1, 2, 3, 0, 2.0, [1, 4], [[1.0], [1.0]], 5, 2]
+    for tickets in ((0, 0, 0), (1, 1, 0), (1, 4, 0), (0, 1, 3)):
+        with pytest.raises(AccumulatorError, match=r"take_kept: expected distinct tickets of \[1, 2, 3\], got "):
+            run_accumulators(*tickets)
+    for old, new, message in [
+        ("%t: i32[3]", "%t: i32[]", r"accumulator.take_kept: the tickets are i32\[\], not one row of i32"),
+        ("%t: i32[3]", "%t: f32[3]", r"the tickets are f32\[3\], not one row of i32"),
+        ("(%g, %x, %i, %r, 3:i32[])", "(%g, %x, %i, %r, %x)", r"accumulator.keep: the step is f32\[\], not i32"),
+    ]:
+        with pytest.raises(VerifyError, match=message):
+            verify(parse(KEPT.replace(old, new)))
+
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_over() -> Iterator[None]:
+    gc.collect()
+    assert dflow.containers() == ()
+    yield
+    gc.collect()
+
+
+def test_names_begin_with_the_container_and_nest() -> None:
+    with dflow.container("run1"):
+        w = dflow.Variable(0.0, name="w")
+        with dflow.container("eval"):
+            v = dflow.Variable(0.0, name="v")
+        unnamed = dflow.Variable(0.0)
+    outside = dflow.Variable(0.0, name="w")
+    assert [w.name, v.name, outside.name] == ["run1/w", "run1/eval/v", "w"]
+    assert unnamed.name.startswith("run1/variable_")
+    assert dflow.containers() == ("run1", "run1/eval")
+    assert "%run1/w" in str(dflow.graph(lambda: w.read() + 1))
+
+
+def test_a_container_is_there_as_long_as_something_in_it_is() -> None:
+    with dflow.container("a/b"):
+        assert dflow.containers() == ()
+        w = dflow.Variable(0.0)
+    alive = weakref.ref(w)
+    assert dflow.containers() == ("a", "a/b")
+    del w
+    gc.collect()
+    assert alive() is None
+    assert dflow.containers() == ()
+
+
+def test_after_a_reset_every_use_says_what_happened_and_what_to_do() -> None:
+    with dflow.container("run1"):
+        w = dflow.Variable(jnp.ones(2), name="w")
+        with dflow.container("inner"):
+            v = dflow.Variable(0.0, name="v")
+    kept = dflow.Variable(1.0, name="kept")
+    step = dflow.jit(lambda: w.assign_add(jnp.ones(2)))
+    step()
+    dflow.reset_container("run1")
+    message = (
+        r"variable .run1/w. is gone: container .run1. was reset at test_resources.py:\d+\n"
+        r"  at .*test_resources.py:\d+\n  make it again"
+    )
+    for use in (w.read, step, lambda: w.assign(jnp.zeros(2)), lambda: w.assign_add(jnp.zeros(2)), lambda: w + 1):
+        with pytest.raises(VariableError, match=message):
+            use()
+    with pytest.raises(VariableError, match="variable 'run1/inner/v' is gone: container 'run1' was reset"):
+        v.read()
+    assert float(kept.read()) == 1.0
+    assert dflow.containers() == ()
+
+
+def test_an_inner_container_is_reset_alone_and_a_longer_name_is_another() -> None:
+    made = {}
+    for name in ("run1", "run1/eval", "run10"):
+        with dflow.container(name):
+            made[name] = dflow.Variable(1.0, name="w")
+    dflow.reset_container("run1/eval")
+    assert dflow.containers() == ("run1", "run10")
+    dflow.reset_container("run1")
+    assert float(made["run10"].read()) == 1.0
+    assert dflow.containers() == ("run10",)
+
+
+def test_a_queue_belongs_to_its_container_and_a_reset_ends_its_waits() -> None:
+    with dflow.container("run1"):
+        queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.float32), name="q")
+    assert (queue.name, dflow.containers()) == ("run1/q", ("run1",))
+    begun = dflow.FIFOQueue(1, jax.ShapeDtypeStruct((), jnp.float32), name="begun")
+
+    @dflow.jit
+    def step() -> Any:
+        begun.enqueue(1.0)
+        return jax.lax.fori_loop(0, 2, lambda _, c: c + queue.dequeue(timeout_s=WAIT_S), 0.0)
+
+    message = (
+        r"queue 'run1/q' is gone: container 'run1' was reset at test_resources.py:\d+\n"
+        r"  at .*test_resources.py:\d+\n  make it again"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(step)
+        begun.dequeue(timeout_s=WAIT_S)
+        queue.enqueue(1.0)
+        dflow.reset_container("run1")
+        with pytest.raises(QueueError, match=message):
+            waiting.result(WAIT_S)
+    for use in (step, queue.dequeue, lambda: queue.enqueue(1.0), queue.size, queue.close):
+        with pytest.raises(QueueError, match=message):
+            use()
+    assert dflow.containers() == ()
+
+
+def test_a_container_that_is_not_there_or_has_no_name_is_refused() -> None:
+    with dflow.container("here"):
+        w = dflow.Variable(0.0)
+    with pytest.raises(ContainerError, match=r"no container 'there'; there are: here\n  at .*test_resources.py"):
+        dflow.reset_container("there")
+    del w
+    for name in ("", "a//b", "/a", "a b", "a/"):
+        with pytest.raises(ContainerError, match="is not a container's name"), dflow.container(name):
+            pass
+
+
+def test_on_a_cluster_names_have_the_prefix_and_a_reset_drops_what_other_tasks_hold() -> None:
+    with memory_cluster(ps=1, workers=1) as cluster:
+        worker = cluster.worker()
+        with dflow.container("run1"):
+            near = dflow.Variable(1.0, name="near")
+            with worker.parameter_servers():
+                far = dflow.Variable(0.0, name="far")
+        assert far.name == "run1/far"
+        dflow.reset_container("run1")
+        for variable in (near, far):
+            with pytest.raises(VariableError, match=f"variable '{variable.name}' is gone: container 'run1' was reset"):
+                variable.read()
+        worker.close()
 
 
 @pytest.fixture
