@@ -17,36 +17,14 @@ from tests.conftest import QUICK_PYTHON
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
-#: Benchmarks that start processes; each runs in a separate process.
-ALONE = (
-    "billion",
-    "checkpoint",
-    "convnets",
-    "copies",
-    "dashboard",
-    "embedding",
-    "export_size",
-    "language_model",
-    "many_variables",
-    "many_workers",
-    "memory",
-    "network",
-    "null_step",
-    "peers_training",
-    "recovery",
-    "replicas",
-    "serving",
-    "soak",
-    "startup",
-    "step_budget",
-    "sync_steps",
-)
 #: Those that take 5 s of processor time or more. The parts that they start have other tests.
 LONG = {
     "billion", "checkpoint", "convnets", "copies", "dashboard", "embedding", "export_size", "language_model",
     "many_variables", "many_workers", "network", "peers_training", "recovery", "replicas", "serving", "soak", "startup",
     "sync_steps",
 }  # fmt: skip
+#: Benchmarks that start processes; each runs in a separate process.
+ALONE = sorted({*LONG, "memory", "null_step", "step_budget"})
 SHARED = ",".join(name for name in NAMES if name not in ALONE)
 DEADLINE_S = 300
 

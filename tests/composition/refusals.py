@@ -15,11 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import dflow
-from tests.composition.kind import Batch, Held, stacked, whole
-from tests.composition.kinds import KINDS
-from tests.composition.kinds_of_resources import Padded, Queue
-from tests.composition.kinds_of_variables import Shards
-from tests.composition.use import NUMBERS, Outcome, Pair, compare
+from tests.composition.kind import NUMBERS, Batch, Held, Outcome, Pair, compare, stacked, whole
+from tests.composition.kinds import KINDS, Padded, Queue, Shards
 from tests.composition.uses_in_process import Step, all_together, in_scan, one_by_one
 from tests.composition.uses_in_processes import all_reduced, hybrid
 from tests.composition.uses_of_files import copied, exported, saved

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dflow
-from tests.composition.kind import Batch, Held, Reference, stacked
-from tests.composition.use import NUMBERS, Outcome, Pair, Use
+from tests.composition.kind import NUMBERS, Batch, Held, Outcome, Pair, Reference, Use, stacked
 
 Step = Callable[[Batch], Any]
 

@@ -18,11 +18,9 @@ import numpy as np
 import optax
 
 import dflow
-from tests.composition.kind import Batch, Kind, whole
-from tests.composition.kinds import KINDS
+from tests.composition.kind import NUMBERS, Batch, Kind, Outcome, Pair, whole
+from tests.composition.kinds import KINDS, Shards
 from tests.composition.kinds_of_training import Table
-from tests.composition.kinds_of_variables import Shards
-from tests.composition.use import NUMBERS, Outcome, Pair
 
 ROOT = Path(__file__).parents[2]
 #: Names of the kinds that a job runs, as a JSON list.
@@ -135,10 +133,7 @@ def job(use: str, kinds: Sequence[str]) -> Callable[[], contextlib.AbstractConte
             with Spawned(*words, cwd=Path(folder), **options) as launched:
                 _, output = launched.finish()
             files = [Path(folder) / f"worker-{index}.json" for index in (0, 1)]
-            yield {
-                "output": output,
-                "found": [json.loads(file.read_text()) if file.exists() else {} for file in files],
-            }
+            yield {"output": output, "found": [json.loads(file.read_text()) if file.exists() else {} for file in files]}
 
     return room
 

@@ -21,8 +21,7 @@ from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.policy import SameMachine
 from dflow.serving.model_server import ModelServer
 from dflow.serving.served_version import ServingSettings
-from tests.composition.kind import Batch
-from tests.composition.use import Outcome, Pair
+from tests.composition.kind import Batch, Outcome, Pair
 from tests.composition.uses_on_a_cluster import named, on_tasks, one_worker, uses
 from tests.distributed.cluster.test_recovered_state import Tasks
 

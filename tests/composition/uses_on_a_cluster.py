@@ -20,9 +20,8 @@ import dflow
 from dflow.distributed import Async, Strategy, Sync
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.testing import memory_cluster
-from tests.composition.kind import Batch, Held
+from tests.composition.kind import NUMBERS, Batch, Held, Outcome, Pair, Use
 from tests.composition.kinds_of_training import Slots
-from tests.composition.use import NUMBERS, Outcome, Pair, Use
 from tests.composition.uses_in_process import all_together, in_cond, in_scan, one_by_one
 
 #: Deadlines of a cluster whose tasks are all here.

@@ -13,6 +13,8 @@ from dflow.lowering.files.array_files import read_arrays
 from tests.distributed.processes import Spawned
 from tests.examples.loading import ROOT, load
 
+pytestmark = pytest.mark.once
+
 ACCURACY = re.compile(r"test accuracy (\d\.\d{4}) on 359 held-out images")
 PERPLEXITY = re.compile(r"perplexity (.*) on \d+ held-out words; by the frequency of words (.*)\n")
 
@@ -36,7 +38,6 @@ def accuracy(output: str) -> float:
     return float(found)
 
 
-@pytest.mark.once
 def test_digits_on_a_cluster() -> None:
     output = launch("--ps", "1", "--workers", "2", "examples/digits.py", "--steps", "60")
     assert accuracy(output) > 0.5
@@ -46,7 +47,6 @@ def test_digits_on_a_cluster() -> None:
     assert re.search(r"\n Variables: 25, ", "\n " + output.replace("\n", "\n ")), output
 
 
-@pytest.mark.once
 def test_actors_and_a_learner() -> None:
     # With garbage collection at exit, as in a user's process.
     output = run("examples/actor_learner.py", PYTHONPATH="")
@@ -54,7 +54,6 @@ def test_actors_and_a_learner() -> None:
     assert "the goal is 7 steps away" in output
 
 
-@pytest.mark.once
 @pytest.mark.long
 def test_actors_and_a_learner_on_a_cluster() -> None:
     options = ("--actors", "2", "--steps", "160")
@@ -63,7 +62,6 @@ def test_actors_and_a_learner_on_a_cluster() -> None:
     assert re.search(r"\n transitions_2\+3 +ps:0 -> learner:0 +10 +40 ", output), output
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("words", [pytest.param(["--plain"], marks=pytest.mark.long), []])
 def test_a_pallas_kernel_trains_as_the_plain_function_does(words: list[str]) -> None:
     output = run("examples/pallas_kernel.py", "--steps", "12", *words)
@@ -89,21 +87,18 @@ def numbers(pattern: str | re.Pattern[str], output: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-@pytest.mark.once
 def test_a_factorisation_fills_in_hidden_pixels(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     output = printed("factorisation", "--steps", "400", patch=monkeypatch, output=capsys)
     error, of_means = numbers(r"error (.*) on 11500 hidden pixels; of the mean of each pixel (.*)\n", output)
     assert error < 0.9 * of_means
 
 
-@pytest.mark.once
 def test_a_generator_makes_pictures_like_digits(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     output = printed("generator", "--steps", "500", patch=monkeypatch, output=capsys)
     before, now, real = numbers(r"digit: (.*) at first, (.*) now, (.*) of real digits\n", output)
     assert real < now < 0.7 * before
 
 
-@pytest.mark.once
 def test_restored_layers_help_to_learn_from_few_pictures(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Any
 ) -> None:
@@ -115,14 +110,12 @@ def test_restored_layers_help_to_learn_from_few_pictures(
     assert restored > random + 0.03
 
 
-@pytest.mark.once
 def test_actors_and_a_learner_balance_poles(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     output = printed("cartpole", "--updates", "100", patch=monkeypatch, output=capsys)
     [steps] = numbers(r"100 updates; a pole stays up for (.*) steps\n", output)
     assert steps > 60  # by chance 20
 
 
-@pytest.mark.once
 def test_a_language_model_trains_by_the_full_softmax(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     words = ("--steps", "60", "--vocabulary", "200")
     output = printed("language_model", *words, patch=monkeypatch, output=capsys)
@@ -130,7 +123,6 @@ def test_a_language_model_trains_by_the_full_softmax(monkeypatch: pytest.MonkeyP
     assert perplexity < 0.9 * by_frequency
 
 
-@pytest.mark.once
 @pytest.mark.long
 def test_a_language_model_on_a_cluster_trains_by_the_sampled_softmax() -> None:
     options = ("--steps", "100", "--vocabulary", "200", "--softmax", "sampled")
@@ -141,7 +133,6 @@ def test_a_language_model_on_a_cluster_trains_by_the_sampled_softmax() -> None:
     assert numbers(r"100 steps done here, loss .*, (\d+) words/s", output)[0] > 0
 
 
-@pytest.mark.once
 @pytest.mark.long
 def test_an_image_classifier_on_two_processes_equals_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
@@ -160,7 +151,6 @@ def test_an_image_classifier_on_two_processes_equals_one_process(
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.once
 def test_click_through_in_one_process() -> None:
     output = run("examples/click_through.py", "--steps", "300")
     [(found, best, logloss)] = re.findall(r"AUC (\d\.\d+) \(best possible (\d\.\d+)\), logloss (\d\.\d+)", output)

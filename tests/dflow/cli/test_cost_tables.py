@@ -1,13 +1,22 @@
-"""The tables of the costs of a step, as text."""
+"""The costs of a step: their tables as text, and `dflow trace --summary` on a running cluster."""
 
 from __future__ import annotations
 
+import json
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
 from msgspec.structs import astuple, replace
 
-from dflow.cli.cost_tables import message_table, step_tables, usage_table
+import dflow
+from dflow.cli.cost_tables import message_table, show_summary, step_tables, usage_table
 from dflow.distributed.observe.step_times import Division, MessageTimes, StepTimes
 from dflow.distributed.wire.messages.observing import TaskState, TaskUsage
-from tests.dflow.cli.printed import lines_of, printed
+from dflow.testing import memory_cluster
+from tests.dflow.cli.printed import console, lines_of, printed
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 USAGE = TaskUsage(python_s=10.0, other_s=5.0, wakeups=1000, messages=50, values=200, size_bytes=1_000_000)
@@ -25,10 +34,7 @@ def later(
 
 def test_what_a_part_costs_is_the_difference_of_two_states_by_its_parts() -> None:
     before = {PS: STATE, WORKER: STATE}
-    now = {
-        WORKER: later(100, 0.5, 1.5, 1440, 200, 800, 15_400_000),
-        PS: later(400, 0.3, 0.05, 1900, 400, 1200, 53_200),
-    }
+    now = {WORKER: later(100, 0.5, 1.5, 1440, 200, 800, 15_400_000), PS: later(400, 0.3, 0.05, 1900, 400, 1200, 53_200)}
     assert now[PS].usage is not None
     now[PS] = replace(now[PS], usage=replace(now[PS].usage, updates=200, missed=300))
     assert lines_of(printed(usage_table(before, now, 2.0, most=10))) == [
@@ -92,3 +98,45 @@ def test_messages_have_a_row_for_each_edge() -> None:
         " [g]       worker:0 -> ps:0        2.5                       68 B         7",
         " 1 more",
     ]
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_the_steps_of_a_running_cluster_are_summed_up(tmp_path: Path, is_written: bool) -> None:
+    made, file = console(160)
+    path = tmp_path / "trace.json" if is_written else None
+    with memory_cluster(ps=1) as memory, closing(memory.worker()) as worker:
+        with worker.parameter_servers():
+            w = [dflow.Variable(lambda: jnp.ones(4), name=f"w{number}") for number in range(3)]
+        step = dflow.jit(lambda: sum(each.read().sum() for each in w))
+        step()
+        is_over = threading.Event()
+
+        def work() -> None:
+            while not is_over.is_set():
+                step()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            show_summary(
+                memory.network,
+                memory.coordinator.address,
+                made,
+                steps=3,
+                timeout_s=60.0,
+                path=path,
+                wait=lambda seconds: step(),
+            )
+        finally:
+            is_over.set()
+            thread.join()
+    lines = file.getvalue().splitlines()
+    rows = [line.split() for line in lines]
+    assert [row[:2] for row in rows if row[:1] in (["ps:0"], ["worker:0"])][:2] == [["ps:0", "3"], ["worker:0", "3"]]
+    # Each value begins at a multiple of 64 bytes.
+    assert [row[:7] for row in rows if row[:1] == ["w0+2"]] == [["w0+2", "ps:0", "->", "worker:0", "1.0", "3", "144"]]
+    assert any(line.startswith("A part of a step now") for line in lines)
+    assert lines[-1].startswith(f"{path}: 3 steps of 2 tasks" if is_written else "3 steps of 2 tasks")
+    assert (tmp_path / "trace.json").exists() == is_written
+    if path is not None:
+        assert json.loads(path.read_bytes())["traceEvents"]

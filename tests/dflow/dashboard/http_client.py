@@ -25,11 +25,8 @@ class Client:
     def __init__(self, address: str) -> None:
         parts = urlsplit(address)
         assert parts.port is not None
-        self.port, self.origin, self._is_secure = (
-            parts.port,
-            f"{parts.scheme}://{parts.netloc}",
-            parts.scheme == "https",
-        )
+        self.port, self.origin = parts.port, f"{parts.scheme}://{parts.netloc}"
+        self._is_secure = parts.scheme == "https"
 
     def connect(self) -> HTTPConnection:
         """Return a connection over loopback; the server's certificate is taken as it is."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import dflow
-from tests.dflow.dashboard import dashboard_samples as samples
+from tests.dflow.dashboard import fake_server as samples
 from tests.dflow.dashboard.fake_server import FakeServer
 
 pytestmark = pytest.mark.once

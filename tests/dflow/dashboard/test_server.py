@@ -289,10 +289,7 @@ def test_wrong_requests_get_a_clear_error(client: Client) -> None:
     assert client.error("/static/%2e%2e/server.py")[0] == 404
     assert client.error("/api/events?since=-1") == (400, "since: expected a whole number, got '-1'", "give ?since=1")
     assert client.error("/api/traces?id=1")[1] == "task: expected a value, got none"
-    assert client.error("/api/traces?task=ps:7&id=1")[:2] == (
-        404,
-        "task: expected a live one (none now), got 'ps:7'",
-    )
+    assert client.error("/api/traces?task=ps:7&id=1")[:2] == (404, "task: expected a live one (none now), got 'ps:7'")
     assert client.error("/api/timeline/trace.json")[0] == 404
     answer = client.ask("/api/state", "PUT", {}, Origin=client.origin, Content_Type="application/json")
     assert (answer.status, answer.data["error"]["remedy"]) == (405, "use GET")

@@ -97,12 +97,7 @@ def with_variables_as_arguments() -> Program:
     return Program(functools.partial(dflow.jit(apply), model), list(model.values()))
 
 
-PROGRAMS = [
-    with_an_optimizer,
-    with_random_state,
-    with_structure,
-    with_variables_as_arguments,
-]
+PROGRAMS = [with_an_optimizer, with_random_state, with_structure, with_variables_as_arguments]
 
 
 @pytest.mark.parametrize("make", PROGRAMS)

@@ -126,9 +126,7 @@ def test_integers_of_64_bits_are_no_numbers_in_an_export() -> None:
         dflow.export(lambda ids: ids + 1, dflow.spec("b", np.int64))
 
 
-def test_a_segment_outside_of_an_open_number_of_bags_is_refused(
-    tables: tuple[Tables, dict[Any, dflow.Loaded]],
-) -> None:
+def test_a_segment_outside_of_an_open_number_of_bags_is_refused(tables: tuple[Tables, dict[Any, dflow.Loaded]]) -> None:
     none = np.zeros((2, 0), np.uint32)
     with pytest.raises(dflow.InputError, match=r"table 'blocks': expected segments from 0 to 1, got 2\n"):
         tables[1][None](none.astype(np.int32), none, none, np.array([0, 2], np.int32), np.array([1, 1], np.int32))

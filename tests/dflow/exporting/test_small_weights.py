@@ -194,8 +194,7 @@ def test_what_cannot_shrink_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "division"),
-    [("int8", {"shards": 3}), ("int8", {"shards": 2, "by": "columns"}), ("bfloat16", {})],
+    ("form", "division"), [("int8", {"shards": 3}), ("int8", {"shards": 2, "by": "columns"}), ("bfloat16", {})]
 )
 def test_tables_become_smaller_with_a_scale_for_each_row(form: Any, division: Any, tmp_path: Path) -> None:
     def draw(key: Any, shape: Any, dtype: Any) -> Any:  # one scale would not fit rows of such different sizes

@@ -49,12 +49,7 @@ def trained(callbacks: list[Any], steps: int = 4, cluster: Any = None, folder: P
     errors = dflow.jit(lambda x: jnp.mean((x @ w - 1) ** 2))
     manager = dflow.CheckpointManager(folder, {"w": w}, every=4) if folder else None
     trainer = dflow.Trainer(
-        step,
-        Async(cluster),
-        evaluation=(errors, [ROWS]),
-        evaluate_every=2,
-        checkpoints=manager,
-        callbacks=callbacks,
+        step, Async(cluster), evaluation=(errors, [ROWS]), evaluate_every=2, checkpoints=manager, callbacks=callbacks
     )
     try:
         trainer.run(lambda number: ROWS, steps=steps, name="run")

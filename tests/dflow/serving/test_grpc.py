@@ -366,10 +366,7 @@ def test_requests_that_come_in_the_moment_of_the_stop_are_unavailable(folder: Pa
         stops.append(asyncio.ensure_future(server._grpc.stop(30)))
 
     stops: list[Any] = []
-    with (
-        served(folder / "scale", grpc=ANY_PORT) as server,
-        grpc.insecure_channel(str(server.grpc_address)) as channel,
-    ):
+    with served(folder / "scale", grpc=ANY_PORT) as server, grpc.insecure_channel(str(server.grpc_address)) as channel:
         ask = channel.unary_unary(f"/{SERVICE}/ModelInfer")
         ask(ONE_ROW.SerializeToString(), timeout=60)  # connected
         server._loop.call_soon_threadsafe(block)

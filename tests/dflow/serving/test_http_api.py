@@ -65,11 +65,7 @@ def url(folder: Path) -> Iterator[str]:
 
 
 def test_metadata_names_inputs_and_outputs_as_the_protocol_does(url: str) -> None:
-    assert call(url, "/v2")[1] == {
-        "name": "dflow",
-        "version": dflow.__version__,
-        "extensions": ["binary_tensor_data"],
-    }
+    assert call(url, "/v2")[1] == {"name": "dflow", "version": dflow.__version__, "extensions": ["binary_tensor_data"]}
     status, body, _ = call(url, "/v2/models/pair.many/versions/7")
     assert (status, body) == (
         200,
@@ -166,10 +162,7 @@ def test_other_requests_are_refused(url: str) -> None:
         ("/", None, "GET /"),
     ):
         status, answer, _ = call(url, path, body)
-        assert (status, answer["error"]) == (
-            404,
-            f"there is no {asked}; {paths}",
-        )
+        assert (status, answer["error"]) == (404, f"there is no {asked}; {paths}")
     assert infer(url, "scale", b"x" * 10_001)[0] == 413
     assert infer(url, "scale", b"x", **{"Content-Encoding": "br"})[:2] == (
         415,

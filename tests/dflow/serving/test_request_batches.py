@@ -71,13 +71,7 @@ class Bench:
             self.observed.append((rows, len(waits_s)))
 
         self.queue = RequestQueue(
-            TENSORS,
-            self.fn,
-            most=most,
-            delay_s=0.0,
-            capacity=capacity,
-            observe=observe,
-            exclusive=nullcontext(),
+            TENSORS, self.fn, most=most, delay_s=0.0, capacity=capacity, observe=observe, exclusive=nullcontext()
         )
 
     def ask(self, *rows: float, timeout_s: float = DEADLINE_S) -> Future[Any]:

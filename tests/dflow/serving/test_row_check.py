@@ -63,11 +63,7 @@ def test_one_input_among_several_is_found() -> None:
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
 @pytest.mark.parametrize(
     "fn",
-    [
-        lambda ids: ids - ids.max(),
-        lambda ids: ids - ids.min(),
-        lambda ids: jnp.where(jnp.any(ids > 10), ids, 2 * ids),
-    ],
+    [lambda ids: ids - ids.max(), lambda ids: ids - ids.min(), lambda ids: jnp.where(jnp.any(ids > 10), ids, 2 * ids)],
 )
 def test_a_dependence_on_other_integers_than_those_drawn_is_found(fn: Any, dtype: Any) -> None:
     assert OTHERS in str(found(fn, dflow.spec("b, 2", dtype)))
