@@ -27,7 +27,9 @@ from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SameMachine
 from dflow.serving.grpc_messages import MESSAGES, SERVICE
+from dflow.serving.grpc_tensors import decode_message
 from dflow.serving.model_server import ModelServer
+from dflow.serving.request_members import RefusedRequest
 from dflow.serving.served_version import ServingSettings
 from dflow.tracing.errors import SecurityError
 from tests.dflow.serving.inference_client import call, infer, json_request
@@ -233,6 +235,12 @@ def test_a_bad_request_is_refused_with_a_status_and_a_text(
     found = refusal(server, "ModelInfer", body)
     assert found[0] == status
     assert found[1].startswith(text)
+
+
+def test_a_message_that_names_very_many_outputs_is_refused_before_they_are_decoded() -> None:
+    message = MESSAGES["ModelInferRequest"].FromString(b"\x32\0" * 10_001)
+    with pytest.raises(RefusedRequest, match="outputs: expected at most 10000, got 10001"):
+        decode_message(message)
 
 
 def test_members_that_are_not_offered_are_refused(server: ModelServer) -> None:
