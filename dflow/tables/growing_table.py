@@ -37,7 +37,6 @@ LOGGER = logging.getLogger("dflow")
 SMALL_SHARE = 0.001
 #: Least share of free rows that is worth a warning when ids have lost their rows.
 MUCH_FREE = 0.1
-_LARGEST = 2**32 - 1
 #: By table, the number of evictions when they were last warned of.
 _warned: weakref.WeakKeyDictionary[ShardedVariable, int] = weakref.WeakKeyDictionary()
 
@@ -86,7 +85,7 @@ def grow(table: ShardedVariable, config: Vocabulary, initial: Callable[[], Any],
 
 def _refuse_other_settings(table: ShardedVariable, config: Vocabulary, record_name: str) -> None:
     """Raise VariableError if the first process to make the table gave it other settings, of which it left a record."""
-    own = [EVICTIONS.index(config.evict), min(config.admit_after, _LARGEST), config.bucket, config.expire_after or 0]
+    own = [EVICTIONS.index(config.evict), config.admit_after, config.bucket, config.expire_after or 0]
     record = Variable(np.array(own, np.uint32), name=record_name, near=table.shards[0], trainable=False)
     record.is_saved = False
     evict, admit_after, bucket, expire_after = first = np.asarray(record.read()).tolist()

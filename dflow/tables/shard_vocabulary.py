@@ -198,7 +198,7 @@ class ShardVocabulary(VariableHooks):
         return found
 
     def _used(self, found: Sequence[Sequence[Any]]) -> _Used:
-        """What several lookups found, as that of one; each is a `ShardRows` and another value."""
+        """Return the results of several lookups as one; each is the values of a `ShardRows` and the clock now."""
         ids, rows = (jnp.concatenate([one[place] for one in found]) for place in (0, 2))
         clocks = jnp.concatenate([jnp.full(one[2].shape, one[3]) for one in found])
         is_id = jnp.concatenate([jnp.arange(one[2].shape[0]) < one[1] for one in found])
@@ -322,7 +322,7 @@ class ShardVocabulary(VariableHooks):
         return value.reshape(self._own_buckets, each, *value.shape[1:])[bucket][:, :-1]
 
     def _has_expired(self, rows: Any, clock: Any) -> Any:
-        """Whether the ids of rows were last used too long before the clock."""
+        """Whether the last use of each row's id is `expire_after` updates or more before the clock."""
         if self.config.expire_after is None:
             return jnp.zeros(rows.shape, bool)
         return self._is_old(self._seen.read()[rows], clock)

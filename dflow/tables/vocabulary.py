@@ -1,4 +1,4 @@
-"""What a table with a growing vocabulary is made with, what it finds, and what it counts."""
+"""Settings of a table with a growing vocabulary, results of its lookups, and its counts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dflow.tracing.source import as_code, caller
 
 #: The rules of eviction: of the ids of a bucket, the one that was used least recently, or least frequently.
 EVICTIONS = ("lru", "lfu")
-#: The largest count of updates.
-_MOST_UPDATES = 2**32 - 1
+#: The largest number that a setting may be.
+_LARGEST = 2**32 - 1
 #: Most frames between the function that flattens a pytree and `scan` or `vmap`.
 _MOST_FRAMES = 8
 
@@ -53,14 +53,14 @@ class Vocabulary:
             raise VariableError(f"evict: expected one of {EVICTIONS}, got {self.evict!r}", "give one of these")
         counts: dict[str, Any] = {"admit_after": self.admit_after, "bucket": self.bucket}
         for name, count in counts.items():
-            if not _is_integer(count) or count < 1:
+            if not (_is_integer(count) and 1 <= count <= _LARGEST):
                 raise VariableError(
-                    f"{name}: expected an integer of 1 or more, got {count!r}", f"write {name}=1 or more"
+                    f"{name}: expected an integer from 1 to {_LARGEST}, got {count!r}", f"write {name}=1 or more"
                 )
         age: Any = self.expire_after
-        if age is not None and not (_is_integer(age) and 1 <= age <= _MOST_UPDATES):
+        if age is not None and not (_is_integer(age) and 1 <= age <= _LARGEST):
             raise VariableError(
-                f"expire_after: expected a number of updates from 1 to {_MOST_UPDATES}, or None, got {age!r}",
+                f"expire_after: expected a number of updates from 1 to {_LARGEST}, or None, got {age!r}",
                 "give the number of updates after which an id that is not used loses its row",
             )
 
@@ -89,7 +89,7 @@ class VocabularyCounts(NamedTuple):
 
 
 class ShardRows(NamedTuple):
-    """What one shard found.
+    """Result of a lookup in one shard.
 
     ids    u32[n, 2]; the first `count` (i32[]) count
     rows   i32[n], their rows in the shard; past the end for the others
