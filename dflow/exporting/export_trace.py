@@ -73,8 +73,12 @@ def make(
     args, kwargs, ids = _with_ids(name, fn, args, kwargs)
     with naming_ids(ids):
         if (from_zero := sizes_from_zero((args, kwargs))) is not None:
-            with suppress(Exception):  # of an op that needs a row; the cause of any other is found again
+            try:
                 return _made(name, fn, from_zero[0], from_zero[1], names, **options)
+            except Warning:  # an error by the program's filter: the next trace may not warn again
+                raise
+            except Exception:  # of an op that needs a row; the cause of any other is found again
+                pass
         return _made(name, fn, args, kwargs, names, **options)
 
 
@@ -177,7 +181,7 @@ def _naming_open_sizes(name: str, arguments: Any) -> Iterator[None]:
     letters = dict.fromkeys(str(size) for shape in shapes for size in shape if not isinstance(size, int))
     try:
         yield
-    except DflowError:
+    except (DflowError, Warning):
         raise
     except Exception as error:
         if not letters:

@@ -133,7 +133,7 @@ def exported(
             made = export.export(program.jitted(), platforms=tuple(platforms), disabled_checks=disabled_checks)(
                 *args, **kwargs
             )
-    except DflowError:
+    except (DflowError, Warning):
         raise
     except Exception as error:
         raise _blamed(program, platforms, disabled_checks, error) from error

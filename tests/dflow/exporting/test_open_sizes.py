@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -308,3 +309,16 @@ def test_the_server_refuses_the_request_and_names_its_input(tmp_path: Path) -> N
         assert ask(1, 30) == (200, None)
         assert ask(1, 300) == (400, "input 'item': table 'items': expected ids from 0 to 99, got 300")
         assert ask(-3, 30) == (400, "input 'user': table 'users': expected ids from 0 to 9, got -3")
+
+
+def test_a_warning_that_is_an_error_is_raised_by_the_export() -> None:
+    told: list[Any] = []
+
+    def tells_once(x: Any) -> Any:
+        if not told:
+            told.append(x.shape)
+            warnings.warn("told once", stacklevel=1)
+        return x
+
+    with pytest.raises(UserWarning, match="told once"):
+        dflow.export(tells_once, dflow.spec("b", jnp.float32))
