@@ -93,7 +93,7 @@ def _refuse_other_settings(table: ShardedVariable, config: Vocabulary, record_na
         made = Vocabulary(EVICTIONS[evict], admit_after, bucket, expire_after or None)
         raise VariableError(
             f"vocabulary of table {table.name!r}: expected {made}, with which another process made it, got {config}",
-            "give the same settings in all processes",
+            "give the same settings in all processes, also when the cluster goes on from a snapshot",
         )
 
 
