@@ -182,9 +182,10 @@ class GrpcServer:
     async def _received(self, context: Any) -> bytes:
         """Return the bytes of a request's message. Raises RefusedRequest."""
         body = await context.read()
-        if body is grpc.aio.EOF:  # gRPC has ended the request if its message is too large
+        if body is grpc.aio.EOF:  # gRPC itself has answered the client if the message is too large
             most = self._service.settings.max_bytes
-            raise RefusedRequest(413, f"the request: expected a message of at most {most} bytes, as --max-bytes says")
+            text = f"the request: expected a message of at most {most} bytes, as --max-bytes says, got none"
+            raise RefusedRequest(413, text)
         received: bytes = body
         return received
 

@@ -243,6 +243,12 @@ def test_a_message_that_names_very_many_outputs_is_refused_before_they_are_decod
         decode_message(message)
 
 
+def test_a_request_without_a_message_is_refused(server: ModelServer) -> None:
+    with grpc.insecure_channel(str(server.grpc_address)) as channel:
+        with pytest.raises(grpc.RpcError, match="at most 10000 bytes, as --max-bytes says, got none"):
+            channel.stream_unary(f"/{SERVICE}/ModelInfer")(iter(()), timeout=60)
+
+
 def test_members_that_are_not_offered_are_refused(server: ModelServer) -> None:
     def changed(**fields: Any) -> Any:
         message = request(x=typed([1, 2], [1, 2]))
