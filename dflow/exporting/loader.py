@@ -104,8 +104,8 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     disabled_checks  as for `dflow.export`: custom-call targets that the programs may use. A call passes the program's
                      data to native code, so allow only targets that are registered here and check their input
 
-    On Linux, arrays of 4 MiB or more are memory of their files, which must not be changed in place while they are in use;
-    their sizes are checked, and their checksums are not.
+    On Linux, arrays of 4 MiB or more are memory of their files, which must not be changed in place meanwhile; their
+    sizes are checked, and their checksums are not.
 
     Only the programs run, no Python code. Raises ExportError if the directory is no export, is damaged or malformed,
     calls a target that is not allowed, needs 64-bit precision that is off here, or has an unreadable version.

@@ -244,9 +244,9 @@ def test_a_message_that_names_very_many_outputs_is_refused_before_they_are_decod
 
 
 def test_a_request_without_a_message_is_refused(server: ModelServer) -> None:
-    with grpc.insecure_channel(str(server.grpc_address)) as channel:
-        with pytest.raises(grpc.RpcError, match="at most 10000 bytes, as --max-bytes says, got none"):
-            channel.stream_unary(f"/{SERVICE}/ModelInfer")(iter(()), timeout=60)
+    text = "at most 10000 bytes, as --max-bytes says, got none"
+    with grpc.insecure_channel(str(server.grpc_address)) as channel, pytest.raises(grpc.RpcError, match=text):
+        channel.stream_unary(f"/{SERVICE}/ModelInfer")(iter(()), timeout=60)
 
 
 def test_members_that_are_not_offered_are_refused(server: ModelServer) -> None:
