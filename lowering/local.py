@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from dflow.lowering.files.array_files import divided, write_parts
-from dflow.lowering.files.narrowed_weights import Narrowing, narrowed
+from dflow.lowering.files.narrowed_weights import narrowed
+from dflow.lowering.files.narrowing import Narrowing
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import whole_here

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from dflow.lowering.files.narrowed_weights import Narrowing
+from dflow.lowering.files.narrowing import Narrowing
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer

@@ -20,7 +20,7 @@ from dflow.exporting.export_manifest import arguments_of
 from dflow.exporting.export_trace import Trace, TracedExport
 from dflow.exporting.exported_call import compiled, program_arguments, result_leaves, result_of
 from dflow.exporting.stand_ins import FewerBits, StandIns
-from dflow.lowering.files.narrowed_weights import Narrowing
+from dflow.lowering.files.narrowing import Narrowing
 from dflow.lowering.programs.portable_tree import Held, Tree, build, leaves_of, parts_of
 from dflow.tracing.errors import ExportError
 from dflow.tracing.rows.scaled_rows import ScaledRows

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.files.array_files import write_parts
-from dflow.lowering.files.narrowed_weights import Narrowing, narrowed, narrowed_type
+from dflow.lowering.files.narrowed_weights import narrowed, narrowed_type
+from dflow.lowering.files.narrowing import Narrowing
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.whole_arrays import whole_here
 from dflow.lowering.local import LocalHome

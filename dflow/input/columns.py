@@ -21,6 +21,7 @@ from dflow.input.column_values import column_values, is_array, is_column, is_typ
 from dflow.tracing.column_tables import is_of, is_table
 from dflow.tracing.errors import InputError
 from dflow.tracing.source import caller
+from dflow.tracing.wide_ids import WideIds
 
 _REMEDY = "give a dict or a tuple of arrays with a value for each row, or a list of elements"
 
@@ -91,7 +92,7 @@ def _is_of_columns(entry: Any) -> bool:
 
 def _parts_of_node(value: Any) -> list[Any] | None:
     """Return the parts of a container of JAX's other than Python's, such as `WideIds`; None if it is none."""
-    if value is None or hasattr(value, "__iter__"):  # JAX warns of iterators
+    if value is None or (hasattr(value, "__iter__") and not isinstance(value, WideIds)):  # JAX warns of iterators
         return None
     parts: list[Any] = jax.tree_util.tree_leaves(value, is_leaf=lambda one: one is not value)
     return None if len(parts) == 1 and parts[0] is value else parts

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from dflow.lowering.files.narrowed_weights import Narrowing, narrowed_type
+from dflow.lowering.files.narrowed_weights import narrowed_type
+from dflow.lowering.files.narrowing import Narrowing
 from dflow.lowering.state_backend import SavedVariables, StateBackend, indices_of
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError

@@ -54,7 +54,7 @@ from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.distributed.wire.messages.variables import ForgetState, ReadVariables, WriteVariable
-from dflow.lowering.files.narrowed_weights import Narrowing
+from dflow.lowering.files.narrowing import Narrowing
 from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.programs.initial_ops import InitialOps

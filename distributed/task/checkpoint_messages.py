@@ -6,7 +6,7 @@ import msgspec
 
 from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message, Request
-from dflow.lowering.files.narrowed_weights import Narrowing
+from dflow.lowering.files.narrowing import Narrowing
 from dflow.tracing.rows.axis_slice import AxisSlice
 
 

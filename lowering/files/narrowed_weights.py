@@ -7,19 +7,17 @@ weight of 1. The rows are converted some at a time, so beside the result little 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from dflow.lowering.files.narrowing import Narrowing
 from dflow.tracing.errors import ExportError
 from dflow.tracing.ir.types import ArrayType
 
-#: How an array holds weights, or the scales of weights.
-Narrowing = Literal["bfloat16", "int8 by row", "scale by row", "int8 by channel", "scale by channel"]
-
-_BFLOAT16 = np.dtype(jnp.bfloat16)
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 #: The largest int8: the image of the largest weight of a row or channel.
 _LARGEST = np.float32(127)
 _BLOCK_BYTES = 8 << 20

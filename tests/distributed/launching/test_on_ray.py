@@ -18,6 +18,12 @@ needs_ray = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def _folder_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the folder that an actor changed to, as later tests start processes in the repository's."""
+    monkeypatch.chdir(Path.cwd())
+
+
 @needs_ray
 def test_lines_are_kept_until_the_launcher_has_them(tmp_path: Path) -> None:
     from dflow.distributed.launching.on_ray import TaskActor
