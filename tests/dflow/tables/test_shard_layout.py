@@ -1,23 +1,16 @@
-"""Divisions of an array into shards: each row in one, routes of row numbers, and the share of full buckets."""
+"""Divisions of an array: each row in exactly one shard, in the order that `places` says."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.tables.growing_table import rows_for, share_without_row
-from dflow.tables.id_routing import bucket_of
-from dflow.tables.routing import MOST_COUNTED, combined, route
 from dflow.tables.shard_layout import DIVISIONS, ShardLayout, shards_for, traffic_cuts
 from tests.effort import examples
 
@@ -136,114 +129,3 @@ def test_rows_stay_together() -> None:
 def test_arrays_without_elements_are_divided_by_traffic(shape: tuple[int, ...], shards: int) -> None:
     table = dflow.ShardedVariable(np.zeros(shape, np.float32), traffic=np.ones(shape[0]), shards=shards)
     assert table.read().shape == shape
-
-
-@pytest.mark.parametrize(("load", "bucket"), [(0.6, 8), (0.8, 32), (1.0, 32)])
-def test_the_share_of_ids_without_a_row_is_as_computed(load: float, bucket: int) -> None:
-    count = 200_000
-    ids = dflow.wide_ids(np.arange(count) * 7919)
-    buckets = round(count / load / bucket)
-    sizes = np.bincount(np.asarray(bucket_of(ids.high, ids.low, buckets)), minlength=buckets)
-    found = np.maximum(sizes - bucket, 0).sum() / count
-    assert found == pytest.approx(share_without_row(load, bucket), rel=0.15, abs=2e-4)
-
-
-def test_rows_for_ids_leave_a_small_share_without_one() -> None:
-    for ids in (1, 50, 20_000, 3_000_000):
-        for bucket in (8, 32, 128):
-            rows = rows_for(ids, bucket)
-            assert share_without_row(ids / rows, bucket) <= 0.001
-            assert rows >= ids
-    assert share_without_row(0.0) == 0.0
-    assert share_without_row(2.0) == pytest.approx(0.5, abs=0.01)
-
-
-def crowded(rows: int, count: int) -> Iterator[int]:
-    """Train with ids of the first of `rows` / 2 buckets, one after the other; yield the evictions after each."""
-    table = dflow.Embedding(rows, 2, name="users", vocabulary=dflow.Vocabulary(bucket=2))
-    optimizer = dflow.Optimizer(optax.adagrad(0.1), [table])
-
-    @dflow.jit
-    def step(ids: dflow.WideIds) -> None:
-        found = table.find(ids)
-        optimizer.apply(dflow.grad(lambda: table(found).sum(), [table])(), found=found)
-
-    ids = dflow.wide_ids(np.arange(400))
-    for id in np.flatnonzero(np.asarray(bucket_of(ids.high, ids.low, rows // 2)) == 0)[:count]:
-        step(dflow.wide_ids([int(id)]))
-        yield table.counts().evicted
-
-
-@pytest.mark.once
-def test_counts_warn_of_evictions_while_rows_are_free(caplog: pytest.LogCaptureFixture) -> None:
-    assert [*crowded(12, 8)] == [0, 0, 1, 2, 3, 4, 5, 6]
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.split(" times")[0] for text in told] == [f"table 'users': {count}" for count in (1, 2, 4)]
-    assert "though 83% of the rows are free: an id has its row in one bucket of 2" in told[0]
-    assert "Vocabulary(bucket=8)" in told[0]
-
-
-@pytest.mark.once
-def test_counts_do_not_advise_fewer_rows_than_the_table_has(caplog: pytest.LogCaptureFixture) -> None:
-    assert [*crowded(128, 3)] == [0, 0, 1]
-    assert rows_for(2, 2) == 67
-    assert not caplog.records
-
-
-COMBINED = {"scatter_add": np.add, "scatter_sub": np.add, "scatter_mul": np.multiply, "scatter_max": np.maximum}
-
-
-@st.composite
-def cases(draw: Any) -> tuple[ShardLayout, np.ndarray[Any, Any]]:
-    rows = draw(st.sampled_from([1, 2, 7, 12]))
-    shards = draw(st.sampled_from([count for count in (1, 2, 4, MOST_COUNTED + 1) if count <= rows]))
-    layout = ShardLayout((rows, 2), shards, draw(st.sampled_from(["rows", "modulo"])))
-    if layout.by == "rows" and draw(st.booleans()):
-        layout = replace(layout, cuts=traffic_cuts(np.arange(rows)[::-1], rows, layout.shards, rows))
-    numbers = draw(st.lists(st.integers(-3, rows + 3), min_size=6, max_size=6))
-    return layout, np.asarray(numbers, np.int32)
-
-
-@pytest.mark.once
-@settings(max_examples=examples(20), deadline=None)
-@given(cases())
-def test_each_shard_is_asked_for_its_rows_once(case: tuple[ShardLayout, np.ndarray[Any, Any]]) -> None:
-    layout, numbers = case
-    way = jax.jit(lambda numbers: route(layout, numbers))(numbers)
-    inside = [number for number in numbers if 0 <= number < layout.size]
-    asked = []
-    for shard, (rows, count) in enumerate(zip(way.rows, way.counts, strict=True)):
-        part = layout.part(shard)
-        assert ({*np.asarray(rows[count:])} or {part.size}) == {part.size}
-        asked += [part.start + part.step * int(row) for row in rows[:count]]
-    assert sorted(asked) == sorted({*inside})
-    table = np.arange(layout.size * 2).reshape(layout.shape)
-    found = np.concatenate(
-        [
-            layout.part(shard).of(table)[np.minimum(rows, layout.part(shard).size - 1)]
-            for shard, rows in enumerate(way.rows)
-        ]
-    )
-    for number, place in zip(numbers, np.asarray(way.positions), strict=True):
-        if 0 <= number < layout.size:
-            np.testing.assert_array_equal(found[place], table[number])
-        else:
-            assert place >= len(found)
-
-
-@pytest.mark.once
-@settings(max_examples=examples(15), deadline=None)
-@given(cases(), st.sampled_from(sorted(COMBINED)))
-def test_rows_for_one_number_are_combined(case: tuple[ShardLayout, np.ndarray[Any, Any]], kind: str) -> None:
-    layout, numbers = case
-    rows = np.arange(1, 1 + 2 * len(numbers), dtype=np.float32).reshape(-1, 2)
-    way = route(layout, numbers)
-    given = dict(zip(numbers.tolist(), [None] * len(numbers), strict=True))
-    for number, row in zip(numbers.tolist(), rows, strict=True):
-        given[number] = row if given[number] is None else COMBINED[kind](given[number], row)
-    for shard, each in enumerate(combined(kind, way, rows)):
-        part = layout.part(shard)
-        for place in range(int(way.counts[shard])):
-            number = part.start + part.step * int(way.rows[shard][place])
-            np.testing.assert_array_equal(each[place], given[number])
-        assert not np.asarray(each[int(way.counts[shard]) :]).any()
