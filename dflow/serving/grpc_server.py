@@ -59,7 +59,7 @@ class GrpcServer:
     def __init__(self, service: InferenceService, security: MutualTls | None, limits: HttpLimits) -> None:
         self._service, self._security, self._limits = service, security, limits
         self._server: Any = None
-        #: Of `stop`: whether requests are held, the number of those that were, and when they are answered.
+        #: Of `stop`: whether it holds requests, how many it has held, and when it answers them.
         self._is_closing, self._held, self._closed = False, 0, asyncio.Event()
 
     async def start(self, address: TcpAddress) -> None:
@@ -94,7 +94,7 @@ class GrpcServer:
         """Accept no more requests, and end those in progress after `grace_s`, if the server was started.
 
         gRPC would cancel requests that it has received and given to no handler, and clients repeat UNAVAILABLE alone.
-        So handlers wait until no more requests come, and answer when gRPC has told clients that the server closes.
+        So handlers wait until no more requests come, and answer when gRPC has sent clients the end of the server.
         """
         if self._server is None:
             return

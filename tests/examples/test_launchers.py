@@ -135,7 +135,7 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 FOLDER = ROOT / "examples/kubernetes"
 HEAD = """\
-# A cluster whose roles are pods of their own, each of which may fail. This is the chart in helm/ with its default
+# A cluster with a pod for each role; each pod may fail. This is the chart in helm/ with its default
 # values, rendered for the release `train`.
 """
 #: The oldest and the newest version of Kubernetes that the manifests are for.

@@ -1,4 +1,4 @@
-"""Memory of a step as of `jax.jit` with donated state, and a warning for a traced value that is kept."""
+"""A step needs the memory of `jax.jit` with donated state, and a warning for a traced value that is kept."""
 
 from __future__ import annotations
 

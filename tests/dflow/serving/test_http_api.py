@@ -420,7 +420,7 @@ def test_a_stop_answers_what_was_taken_before_the_loop_knew_of_it(folder: Path) 
         asked: list[Any] = []
 
         class LateLoop:
-            """The loop takes a request before it is told of the stop, and after the stop has looked for requests."""
+            """The loop takes a request before it learns of the stop, and after the stop has looked for requests."""
 
             def call_soon_threadsafe(self, call: Any, *arguments: Any) -> None:
                 if call is setattr:

@@ -1,4 +1,4 @@
-"""Waits for compilations in turn, and deadlines of waits."""
+"""The order of waits for compilations, and deadlines of waits."""
 
 from __future__ import annotations
 
