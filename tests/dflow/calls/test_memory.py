@@ -1,4 +1,4 @@
-"""A step needs the memory of `jax.jit` with donated state, and a warning for a traced value that is kept."""
+"""A step takes as much memory as `jax.jit` with donated state; a traced value that is kept causes a warning."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -41,10 +42,8 @@ def joined(drawing: Drawing) -> set[tuple[str, str, str | None]]:
     return {(drawing.boxes[a].title, drawing.boxes[b].title, value) for a, b, value in drawing.edges}
 
 
-# Boxes.
-
-
-def test_a_scope_is_one_box_and_its_gradient_another() -> None:
+def step_of_scopes() -> Callable[[Any], Any]:
+    """Return a step with a gradient, whose op is in a scope within a scope."""
     w = dflow.Variable(jnp.ones((3, 3)), name="w")
 
     def step(x: Any) -> Any:
@@ -55,7 +54,14 @@ def test_a_scope_is_one_box_and_its_gradient_another() -> None:
 
         return dflow.value_and_grad(loss, [w])()
 
-    drawing = drawing_of(dflow.graph(step, jnp.ones((2, 3))).graph)
+    return step
+
+
+# Boxes.
+
+
+def test_a_scope_is_one_box_and_its_gradient_another() -> None:
+    drawing = drawing_of(dflow.graph(step_of_scopes(), jnp.ones((2, 3))).graph)
     assert {"dense", "dense, backward"} <= {*titles(drawing)}
     dense = box(drawing, "dense")
     assert (dense.kind, dense.takes) == ("group", ("%w",))
@@ -233,17 +239,7 @@ def joined_groups(data: dict[str, Any]) -> set[tuple[str, str]]:
 
 
 def test_scopes_are_groups_within_groups_and_those_of_the_gradient_are_apart() -> None:
-    w = dflow.Variable(jnp.ones((3, 3)), name="w")
-
-    def step(x: Any) -> Any:
-        def loss() -> Any:
-            with jax.named_scope("dense"), jax.named_scope("inner"):
-                hidden = jnp.tanh(x @ w)
-            return hidden.sum()
-
-        return dflow.value_and_grad(loss, [w])()
-
-    data = data_of(step, jnp.ones((2, 3)))
+    data = data_of(step_of_scopes(), jnp.ones((2, 3)))
     assert path(data, node(data, "tanh")) == ["dense", "inner"]
     assert {"dense", "dense, backward"} <= {one["title"] for one in data["nodes"] if one["kind"] == "scope"}
     tanh = data["nodes"][node(data, "tanh")]
