@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dflow.lowering.files.array_manifest import damaged
+from dflow.lowering.files.locations import open_arrays
 from dflow.lowering.files.object_path import Location
-from dflow.lowering.files.saved_arrays import SavedArrays, open_arrays
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.state_backend import StateBackend
 from dflow.lowering.values.conversion import can_convert
 from dflow.tracing.errors import CheckpointError

@@ -40,11 +40,10 @@ from dflow.lowering.files.array_files import piece, write_parts
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
 from dflow.lowering.files.divided_array import Bounds, DividedArray
-from dflow.lowering.files.locations import location_of
+from dflow.lowering.files.locations import location_of, open_arrays
 from dflow.lowering.files.narrowed_weights import narrowed
 from dflow.lowering.files.object_folder import is_attempt, is_begun
 from dflow.lowering.files.object_path import ObjectPath
-from dflow.lowering.files.saved_arrays import open_arrays
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, TaskLost, WireError
 from dflow.tracing.ir.types import ArrayType

@@ -26,13 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from dflow.lowering.files.array_manifest import MANIFEST, ArrayManifest, manifest_text, read_manifest
+from dflow.lowering.files.array_manifest import MANIFEST, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
 from dflow.lowering.files.divided_array import Bounds, DividedArray
 from dflow.lowering.files.mapped_chunks import LEAST_BYTES, can_map, mapped_chunks, rows_of_whole_pages
 from dflow.lowering.files.object_path import LONGEST_S, Location, ObjectPath, first_line, no_answer, says_nothing
 from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_paths
 from dflow.lowering.files.regular_file import reading_remedy, refuse_links, remedy_of
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import bounds_of, each_once, is_whole_here, placed, spread
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
@@ -106,10 +107,10 @@ def _write(path: Location, content: Any) -> None:
 
 
 @dataclass(frozen=True)
-class ArrayFiles(ArrayManifest):
+class ArrayFiles(SavedArrays):
     """A written folder of arrays: its manifest, and methods that read the arrays."""
 
-    path: Location
+    paths: Mapping[str, str]
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.

@@ -31,6 +31,7 @@ from dflow.lowering.files.array_files import (
     write_parts,
 )
 from dflow.lowering.files.object_path import Location
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import spread
 from dflow.lowering.files.zarr import check_array, open_array, stored_type
 from dflow.tracing.errors import DamagedCheckpoint
@@ -79,13 +80,10 @@ class WrittenBytes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChangedArrays:
-    """An opened folder of arrays; each array is read as it was when the folder was written. A `SavedArrays`."""
+class ChangedArrays(SavedArrays):
+    """An opened folder of arrays; each array is read as it was when the folder was written."""
 
     path: Path
-    id: str
-    types: Mapping[str, ArrayType]
-    metadata: Mapping[str, Any]
     _files: ArrayFiles
     _changes: Mapping[str, _Change]
 

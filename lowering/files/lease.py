@@ -37,14 +37,6 @@ class _LeaseContent(msgspec.Struct, frozen=True):
     lease_s: float
 
 
-class LeaseHeldError(Exception):
-    """Another process, `owner`, holds the lease."""
-
-    def __init__(self, owner: str) -> None:
-        super().__init__(owner)
-        self.owner = owner
-
-
 class Lease:
     """The lease of `file`, which this process holds and a thread renews, until `release`."""
 
@@ -58,16 +50,18 @@ class Lease:
         self._thread.start()
 
     @staticmethod
-    def take(file: ObjectPath, owner: str) -> Lease:
+    def take(file: ObjectPath, owner: str) -> Lease | str:
         """Take the lease for `owner`, the name of this process; wait until that of a process that ended runs out.
 
-        Raises LeaseHeldError if its owner runs, CheckpointError if the store refuses a request.
+        Return the name of its owner instead if that runs. Raises CheckpointError if the store refuses a request.
         """
         seen = _free(file)
+        if isinstance(seen, str):
+            return seen
         content = _LeaseContent(owner, secrets.token_hex(8), 0, LEASE_S)
         written = file.replace(seen, msgspec.json.encode(content))
         if written is None:
-            raise LeaseHeldError(_owner(file.read()))
+            return _owner(file.read())
         return Lease(file, written, content)
 
     def check(self) -> None:
@@ -123,10 +117,10 @@ class Lease:
                     return
 
 
-def _free(file: ObjectPath) -> StoredObject:
+def _free(file: ObjectPath) -> StoredObject | str:
     """Return a lease that is free: there is none, it was released, or it was not renewed for its time.
 
-    Raises LeaseHeldError as soon as it is renewed.
+    Return the name of its owner as soon as that renews it.
     """
     seen = file.read()
     held = _parsed(seen)
@@ -139,9 +133,7 @@ def _free(file: ObjectPath) -> StoredObject:
         time.sleep(min(left_s, lease_s / _LOOKS))
         found = file.read()
         if found.generation != seen.generation:
-            if owner := _owner(found):
-                raise LeaseHeldError(owner)
-            return found
+            return _owner(found) or found
     return seen
 
 

@@ -1,16 +1,21 @@
-"""Where a checkpoint is: a local folder or file, or a location in an object store, as the text of its path says."""
+"""Where checkpoints are: the locations that paths and URLs name, and how what is there is opened."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import tensorstore
 
+from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.object_path import DRIVERS, Location, ObjectPath
-from dflow.tracing.errors import CheckpointError
+from dflow.lowering.files.orbax_checkpoint import is_orbax, read_orbax
+from dflow.lowering.files.safetensors_file import SUFFIX, read_safetensors
+from dflow.lowering.files.saved_arrays import SavedArrays
+from dflow.tracing.errors import CheckpointError, NoCheckpoint
 
 _SHORTENED = re.compile(rf"({'|'.join(('file', *DRIVERS))}):/(?!/)")
 
@@ -53,3 +58,22 @@ def _local(text: str) -> Path:
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
         raise CheckpointError(f"{text}: expected file:///path, got another form", "correct the URL")
     return Path(unquote(parts.path))
+
+
+def open_arrays(path: Location | str) -> SavedArrays:
+    """Open the folder, or the file whose name ends in `.safetensors`; a str may be a URL.
+
+    Raises as `location_of`, `read_arrays` and `read_orbax` do.
+    """
+    location = location_of(path) if isinstance(path, str) else path
+    if isinstance(location, ObjectPath):
+        return read_arrays(location)
+    if location.name.endswith(SUFFIX) and not location.is_dir():
+        return read_safetensors(location)
+    try:
+        return read_arrays(location)
+    except NoCheckpoint:
+        location = Path(os.path.realpath(location))
+        if not is_orbax(location):
+            raise
+    return read_orbax(location)

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from dflow.lowering.files.array_manifest import MANIFEST, is_inside
 from dflow.lowering.files.orbax_layout import METADATA
 from dflow.lowering.files.regular_file import refuse_links_within, remedy_of
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import placed
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint
 from dflow.tracing.ir.types import ArrayType
@@ -41,15 +42,10 @@ def is_orbax(location: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class OrbaxCheckpoint:
-    """An opened checkpoint: the types of its arrays by name, and a method that reads them."""
+class OrbaxCheckpoint(SavedArrays):
+    """An opened checkpoint; `_tree` has what Orbax knows of each array, in the checkpoint's tree."""
 
     path: Path
-    #: Differs between any two checkpoints that were ever at this path.
-    id: str
-    types: Mapping[str, ArrayType]
-    metadata: Mapping[str, Any]
-    #: What Orbax knows of each array, in the checkpoint's tree.
     _tree: Any
 
     def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

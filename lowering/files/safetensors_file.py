@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from dflow.lowering.files.atomic_directory import refused_by_the_disk
 from dflow.lowering.files.regular_file import LinkError, regular_size
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import placed
 from dflow.tracing.errors import CheckpointError, CheckpointExists, DamagedCheckpoint, NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
@@ -42,14 +43,10 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class SafetensorsFile:
-    """An opened file: the types of its arrays by name, its metadata, and a method that reads the arrays."""
+class SafetensorsFile(SavedArrays):
+    """An opened file; `_starts` has the position of each array in it."""
 
     path: Path
-    #: Differs between any two files that were ever at this path.
-    id: str
-    types: Mapping[str, ArrayType]
-    metadata: Mapping[str, Any]
     _starts: Mapping[str, int]
 
     def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from jax import jit as jax_jit
 from jax.sharding import Sharding
 
-from dflow.lowering.files.saved_arrays import SavedArrays, read_parts
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import own_copy, placed
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import HeldResource
@@ -229,7 +229,7 @@ class Store:
                 found[key] = self._own(converted(name, value, dtypes[key]), shardings[key])
             else:  # one without a sharding may be in the memory that was read into
                 found[key] = own_copy(value) if shardings[key] is None else value
-        for (key, (name, _)), value in zip(parts.items(), read_parts(files, [*parts.values()]), strict=True):
+        for (key, (name, _)), value in zip(parts.items(), files.parts([*parts.values()]), strict=True):
             same = value if files.types[name].dtype == dtypes[key] else converted(name, value, dtypes[key])
             found[key] = self._own(same, shardings[key])
         return found

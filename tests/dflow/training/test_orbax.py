@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.lowering.files.saved_arrays import open_arrays
+from dflow.lowering.files.locations import open_arrays
 from dflow.testing import memory_cluster
 from tests.effort import examples
 from tests.hostile_files import changed_bytes
