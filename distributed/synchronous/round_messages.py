@@ -8,11 +8,15 @@ from dflow.tracing.devices.task_name import short_task_name
 
 
 class RoundsAgreed(Message, frozen=True):
-    """Number of gradients per round, name of the run's accumulator, and whether all rounds are done."""
+    """Number of gradients per round, name of the run's accumulator, and whether all rounds are done.
+
+    `process` is the one that has counted the rounds, part of the identity of each.
+    """
 
     wanted: int
     accumulator: str
     is_over: bool
+    process: str = ""
 
 
 class ProposeRounds(Request[RoundsAgreed], frozen=True):
@@ -36,6 +40,11 @@ class ProposeRounds(Request[RoundsAgreed], frozen=True):
 def accumulator_on(task: str, name: str) -> str:
     """Return the name of the accumulator on another task of the run whose accumulator is `name`."""
     return f"{name}/{short_task_name(task)}"
+
+
+def rounds_of(run: str, process: str) -> str:
+    """Return the identity of the rounds of a run that a process has counted, under which tasks record their updates."""
+    return f"{run}\nrounds of {process}"
 
 
 class OpenRounds(Request[Ok], frozen=True):

@@ -21,6 +21,7 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.cluster.cluster_steps import written_on_tasks
 from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.dense_gradients import DenseGradients, DenseStep
+from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.synchronous.round_gradients import Gradients, GradientTypes, each_of, leaves_of, together
 from dflow.distributed.synchronous.round_messages import (
     LeaveRounds,
@@ -29,6 +30,7 @@ from dflow.distributed.synchronous.round_messages import (
     ProposeRounds,
     RoundOpen,
     RoundsAgreed,
+    rounds_of,
 )
 from dflow.distributed.training.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.training.compared_steps import ComparedSteps, settings_of
@@ -78,9 +80,8 @@ class RoundPart:
         self._accumulator = ""
         #: Number of returns to a snapshot before the newest round was opened.
         self._epoch = 0
-        # This process alone does them: the next one of this task cannot know which of them are in an average.
-        own = f"{run}\nsteps of {cluster.task} {cluster.steps.server.starter.first}"
-        self._steps = cluster.steps.loop_steps(own, is_synchronous=True)
+        #: The identities of this task's steps in the rounds, when the run was opened.
+        self._steps: LoopSteps | None = None
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Trace the step, and open or join the run; return what `run_step` needs, or None if the run is complete.
@@ -105,9 +106,21 @@ class RoundPart:
         if agreed.is_over:
             return None
         self._accumulator = agreed.accumulator
+        self._identify(f"{rounds_of(self._run, agreed.process)}\nsteps of {self._cluster.task}")
         gradients = self._gradients_for(optimizer, types, agreed, inlines=look.inlines)
         self._be_hosted(optimizer, gradients, steps, agreed.wanted)
         return gradients
+
+    def _identify(self, steps: str) -> None:
+        """Set the identities of this task's steps, which its next process has too: that completes the same steps."""
+        if self._steps is None or self._steps.run != steps:
+            self._end_steps()
+            self._steps = self._cluster.steps.loop_steps(steps, is_synchronous=True)
+
+    def _end_steps(self) -> None:
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            self._cluster.steps.loop_ended(steps)
 
     def _gradients_for(
         self, optimizer: GivenOptimizer, types: GradientTypes, agreed: RoundsAgreed, *, inlines: bool
@@ -156,6 +169,7 @@ class RoundPart:
         Raises StepCancelled if all tasks have returned to a snapshot since the round was opened; StrategyError if the
         workers' steps differ.
         """
+        assert self._steps is not None  # the run is open
         self._compared.refuse_unequal(self._run)
         steps = self._cluster.steps
         with steps.server.gate.step(steps.timeout_s):
@@ -180,7 +194,8 @@ class RoundPart:
 
         self._epoch = self._cluster.steps.epoch
         opening = waited_for(self._cluster.task, self._cluster.steps.timeout_s, asked, self._yet_to_come)
-        self._steps.are_over_before(opening.done)
+        if self._steps is not None:
+            self._steps.are_over_before(opening.done)
         return opening
 
     def _yet_to_come(self) -> str:
@@ -196,7 +211,7 @@ class RoundPart:
         message = LeaveRounds(self._run, self._cluster.task, done, self._accumulator)
         with contextlib.suppress(DflowError):
             self._cluster.requests.ask(self._host, message)
-        self._cluster.steps.loop_ended(self._steps)
+        self._end_steps()
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from dflow.distributed.synchronous.round_messages import (
     RoundsAgreed,
     RoundsLeft,
     accumulator_on,
+    rounds_of,
 )
 from dflow.distributed.synchronous.rounds import FreeRun, OpenRound, RoundCommand, Rounds, SetEnough
 from dflow.distributed.task.arrivals import RequestArrival, RequestTable
@@ -278,7 +279,7 @@ class _AggregatedRun:
                 if not self.accumulator:
                     self.accumulator, self.others = self.accumulators.use(message.accumulator), message.others
                 self._handle(self._rounds.began, message.worker)
-            return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
+            return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over, self.process)
 
     def open(self, update: _MeanUpdate, workers: Sequence[str]) -> None:
         """Open the run's next round with these workers, unless it is open.
@@ -453,7 +454,7 @@ class _AggregatedRun:
         # After a failed update, the next one is of the same round: tasks that applied the first skip it.
         # The worker may know of a return after which this task has got its state.
         epoch = max(self.accumulators.epoch, update.opened.epoch)
-        round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done, epoch=epoch, is_synchronous=True)
+        round_ = StepOfRun(rounds_of(self.name, self.process), done, epoch=epoch, is_synchronous=True)
         try:
             self.task.starter.start_unattended(
                 update.opened.handles, [*update.before, *mean, *update.after], ended, round_

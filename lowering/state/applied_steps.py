@@ -276,7 +276,8 @@ class StepAttempt:
         _refuse_ended(self._step, self._applied.results)
         counts = self._counts
         if not counts:
-            self._applied.results.begins(self._step.number, self._owner, self._step.unfinished)
+            step = self._step
+            self._applied.results.begins(step.number, self._owner, step.unfinished, is_ordered=step.is_synchronous)
         for key in keys:
             counts[key] = counts.get(key, 0) + 1
         return StepChange(self._step.call, keys[0], counts[keys[0]])

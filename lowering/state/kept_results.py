@@ -62,8 +62,13 @@ class RunResults:
         #: The numbers of the steps with results, by owner.
         self._owned: dict[str, set[int]] = {}
 
-    def begins(self, number: int, owner: str, unfinished: Collection[int]) -> None:
-        """Note that `owner` changes state in step `number`: its other steps have ended, but the `unfinished` ones."""
+    def begins(self, number: int, owner: str, unfinished: Collection[int], *, is_ordered: bool = False) -> None:
+        """Note that `owner` changes state in step `number`: its other steps have ended, but the `unfinished` ones.
+
+        is_ordered  whether the processes of one task do the steps in order, so that earlier ones of others have ended
+        """
+        for other in [one for one in self._owned if one != owner] if is_ordered else ():
+            self._end(other, {one for one in self._owned[other] if one < number})
         owned = self._owned.get(owner)
         if owned:
             self._end(owner, owned - {number, *unfinished})

@@ -140,15 +140,15 @@ def test_what_a_run_was_fed_is_let_go_of_at_its_end(error: BaseException | None)
 def test_an_accumulator_is_of_one_run_at_a_time_and_released_when_all_have_left_it() -> None:
     run = ByHand()
     run.open()
-    assert run.handle(ProposeRounds("another", A, 3, 5, "sums")) == RoundsAgreed(5, "sums 1", False)
-    assert run.handle(ProposeRounds("another", B, 3, 1, "others")) == RoundsAgreed(5, "sums 1", False)
+    assert run.handle(ProposeRounds("another", A, 3, 5, "sums")) == RoundsAgreed(5, "sums 1", False, "process")
+    assert run.handle(ProposeRounds("another", B, 3, 1, "others")) == RoundsAgreed(5, "sums 1", False, "process")
     run.handle(LeaveRounds("run", A, -1, "sums"))
     assert run.forgotten == []
     run.host.left(B)
     assert run.forgotten == ["sums"]
     run.handle(LeaveRounds("another", A, -1, "sums"))
     assert run.forgotten == ["sums", "sums 1"]
-    assert run.handle(ProposeRounds("run", A, 1, 2, "sums")) == RoundsAgreed(2, "sums", False)
+    assert run.handle(ProposeRounds("run", A, 1, 2, "sums")) == RoundsAgreed(2, "sums", False, "process")
     run.gone.add(B)
     with pytest.raises(TaskLost, match=f"{B} has left the cluster, and cannot take part in a run"):
         run.handle(ProposeRounds("run", B, 1, 2, "sums"))

@@ -18,6 +18,7 @@ import dflow
 from dflow.distributed import Sync
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.snapshots.snapshot_schedule import SnapshotSchedule
+from dflow.distributed.synchronous.round_part import RoundPart
 from tests.distributed.cluster.tasks_with_snapshots import Tasks
 from tests.distributed.waiting import DEADLINE_S, until
 
@@ -94,20 +95,28 @@ def test_a_round_that_was_opened_before_a_return_is_not_done_after_it(
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["undisturbed", "returns"])
+@pytest.mark.parametrize("is_next", [False, True], ids=["same process", "next process"])
 def test_a_worker_that_comes_back_to_an_open_round_takes_no_other_element(
-    tasks: Tasks, programs: list[Program], monkeypatch: pytest.MonkeyPatch, is_lost: bool
+    tasks: Tasks, programs: list[Program], monkeypatch: pytest.MonkeyPatch, is_next: bool, is_lost: bool
 ) -> None:
-    """The worker leaves after its step in round 0, before the other one has given a gradient."""
+    """The worker leaves the run, or its process ends, after its step in round 0, before the other gives a gradient."""
     run = programs[0].run()
     next(run)
-    run.close()
+    with monkeypatch.context() as killed:
+        if is_next:
+            killed.setattr(RoundPart, "leave", lambda part, done: None)
+            tasks.worker.close()
+        run.close()
     if is_lost:
         tasks.await_new_snapshot()
         monkeypatch.setattr(SnapshotSchedule, "is_due", lambda *_: False)
         tasks.start_again(1)
-        until(lambda: tasks.worker.steps.epoch == 1)
+        until(lambda: tasks.workers[1].steps.epoch == 1)
+    if is_next:
+        tasks.workers[0] = tasks.worker = tasks.join(0)
+        programs[0] = Program(tasks.worker)
     with ThreadPoolExecutor(2) as pool:
         loops = [pool.submit(lambda program=program: [*program.run()]) for program in programs]  # type: ignore[misc]
         counts = [len(loop.result(DEADLINE_S)) for loop in loops]
-    assert counts == [ROUNDS if is_lost else ROUNDS - 1, ROUNDS]
+    assert counts == [ROUNDS if is_lost or is_next else ROUNDS - 1, ROUNDS]
     check(programs[0])

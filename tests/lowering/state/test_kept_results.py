@@ -291,6 +291,10 @@ def test_results_are_freed_by_the_next_step_of_their_process_and_the_step_is_the
     assert taken(applied.attempt(StepOfRun("run", 4), "a"), queue) == 4
     with pytest.raises(StepEnded):
         applied.attempt(StepOfRun("run", 2))
+    for number, process in enumerate(["a", "a", "b", "b"]):
+        assert taken(applied.attempt(StepOfRun("of a task", number, is_synchronous=True), process), queue) == 5 + number
+    with pytest.raises(StepEnded):  # b is the next process of a's task
+        applied.attempt(StepOfRun("of a task", 1))
 
 
 def test_a_copy_has_the_results() -> None:
