@@ -45,13 +45,13 @@ from dflow.distributed.launching.dashboard_address import require_dashboard
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
-from dflow.serving.http_connection import HttpLimits
+from dflow.serving.connection_limits import ConnectionLimits
 from dflow.serving.http_server import HttpServer
 from dflow.tracing.errors import DflowError, GraphNameError
 
 #: Longest waits for the server to start and to end, in s.
 START_S, END_S = 30.0, 5.0
-LIMITS = HttpLimits(body_s=10.0, waiting=250, connections=500)
+LIMITS = ConnectionLimits(body_s=10.0, waiting=250, connections=500)
 #: The page, and what it loads.
 PAGE = Path(__file__).parent / "static"
 MOST_REQUESTS = 50

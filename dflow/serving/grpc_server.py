@@ -22,9 +22,9 @@ from dflow import __version__
 from dflow.distributed.process.open_files import raise_open_files
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.serving.connection_limits import ConnectionLimits
 from dflow.serving.grpc_messages import MESSAGES, METHODS, SERVICE
 from dflow.serving.grpc_tensors import decode_message, encode_message, parameters_of
-from dflow.serving.http_connection import HttpLimits
 from dflow.serving.inference_service import InferenceService, run_sized
 from dflow.serving.request_members import RefusedRequest, check_parameters
 from dflow.serving.serving_metrics import UNKNOWN
@@ -53,10 +53,10 @@ class GrpcServer:
     """Answers requests of gRPC. All methods run on the event loop's thread.
 
     security  has the certificates; None for plain text
-    limits    of connections: `request_s` holds for their TLS handshakes, `idle_s` for those without a request
+    limits    of connections
     """
 
-    def __init__(self, service: InferenceService, security: MutualTls | None, limits: HttpLimits) -> None:
+    def __init__(self, service: InferenceService, security: MutualTls | None, limits: ConnectionLimits) -> None:
         self._service, self._security, self._limits = service, security, limits
         self._server: Any = None
         #: Of `stop`: whether it holds requests, how many it has held, and when it answers them.
@@ -69,6 +69,10 @@ class GrpcServer:
             options=[
                 ("grpc.so_reuseport", 0),  # otherwise another server may share the port, and get half of the requests
                 ("grpc.max_receive_message_length", self._service.settings.max_bytes),
+                ("grpc.max_concurrent_streams", limits.streams),
+                # One limit: between a soft and a hard one gRPC refuses requests by chance.
+                ("grpc.max_metadata_size", limits.head_bytes),
+                ("grpc.absolute_max_metadata_size", limits.head_bytes),
                 ("grpc.server_handshake_timeout_ms", int(1e3 * limits.request_s)),
                 ("grpc.max_connection_idle_ms", int(1e3 * limits.idle_s)),
                 ("grpc.keepalive_time_ms", int(1e3 * limits.idle_s)),

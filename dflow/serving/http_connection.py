@@ -18,7 +18,6 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -27,6 +26,7 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dflow.distributed.transport.security.throttle import Throttle, on_one_line
+from dflow.serving.connection_limits import ConnectionLimits
 
 #: In the state of a request's scope: a function that aborts its connection without sending what is buffered.
 ABORT = "dflow.abort"
@@ -34,30 +34,6 @@ ABORT = "dflow.abort"
 _UPGRADE = (b"upgrade", b"http2-settings")
 #: Time for a refused client to read the answer before its connection is aborted, in s.
 _LINGER_S = 1.0
-
-
-@dataclass(frozen=True)
-class HttpLimits:
-    """Limits of an HTTP server's connections.
-
-    request_s    longest TLS handshake; longest time from a connection, or the first byte of a later request, to the end
-                 of its head, and from an answer to the end of its request's body
-    idle_s       longest time from an answer to the next request: longer than that of usual proxies, which else send
-                 requests over connections that end
-    body_s       longest time of a body before its answer
-    answer_s     longest time without a byte of an answer read by the client
-    head_bytes   most bytes of a request besides its body
-    waiting      most connections that have not sent the head of a first request
-    connections  most others
-    """
-
-    request_s: float = 10.0
-    idle_s: float = 75.0
-    body_s: float = 60.0
-    answer_s: float = 30.0
-    head_bytes: int = 32 << 10
-    waiting: int = 1024
-    connections: int = 16384
 
 
 #: For events that clients cause.
@@ -99,7 +75,7 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
         self,
         sock: socket.socket,
         source: str,
-        limits: HttpLimits,
+        limits: ConnectionLimits,
         refusal: Callable[[HttpConnection], str | None],
         on_end: Callable[[HttpConnection], None],
         **uvicorn: Any,

@@ -2,8 +2,8 @@
 
 A connection is *waiting* until its TLS handshake is done and its first request has come. Invariants:
 
-- a waiting connection ends after `HttpLimits.request_s`, or twice that with TLS;
-- at most `HttpLimits.waiting` connections wait: a further one ends the oldest of the address with most of them;
+- a waiting connection ends after `ConnectionLimits.request_s`, or twice that with TLS;
+- at most `ConnectionLimits.waiting` connections wait: a further one ends the oldest of the address with most of them;
 - the process keeps file descriptors for its files.
 
 This module accepts connections instead of uvicorn, which allows a minute for a TLS handshake and cannot count or end
@@ -24,7 +24,8 @@ import uvicorn
 from dflow.distributed.process.open_files import OTHER_FILES, raise_open_files
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.admission import Admission
-from dflow.serving.http_connection import LOGGER, HttpConnection, HttpLimits
+from dflow.serving.connection_limits import ConnectionLimits
+from dflow.serving.http_connection import LOGGER, HttpConnection
 from dflow.tracing.errors import TransportClosed
 
 #: Time between two looks at the connections in s, at most; a quarter of the shortest limit if that is less.
@@ -54,7 +55,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]  # mypy does not follow 
     options  those of uvicorn
     """
 
-    def __init__(self, app: Any, context: ssl.SSLContext | None, limits: HttpLimits, **options: Any) -> None:
+    def __init__(self, app: Any, context: ssl.SSLContext | None, limits: ConnectionLimits, **options: Any) -> None:
         fixed = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False, "ws": "none"}
         idle_s = math.ceil(limits.idle_s)
         super().__init__(

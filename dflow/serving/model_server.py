@@ -22,10 +22,10 @@ from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
+from dflow.serving.connection_limits import ConnectionLimits
 from dflow.serving.grpc_server import GrpcServer
 from dflow.serving.http_api import HttpApi
 from dflow.serving.http_connection import LOGGER as HTTP_LOGGER
-from dflow.serving.http_connection import HttpLimits
 from dflow.serving.http_server import HttpServer, bound_socket
 from dflow.serving.inference_service import InferenceService
 from dflow.serving.served_model import ServedModel, find_models, versions_in
@@ -54,7 +54,7 @@ class ModelServer:
     save_every_s  time between two saves of state that calls have changed, as new versions; 0 never saves
     host_names    further names of this server in the `Host` of requests, such as a proxy's; only without certificates,
                   since with them a client checks the name
-    limits        of connections; by default those of `HttpLimits`, whose body may take the time of the settings
+    limits        of connections; by default those of `ConnectionLimits`, whose body may take the time of the settings
     report        called with lines for the user
 
     raises  ConfigError, ExportError, SecurityError; OSError for an address in use
@@ -72,12 +72,12 @@ class ModelServer:
         poll_s: float = 5.0,
         save_every_s: float = 0.0,
         host_names: Collection[str] = (),
-        limits: HttpLimits | None = None,
+        limits: ConnectionLimits | None = None,
         report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
         certificates = _certificates(security, [address] if grpc is None else [address, grpc])
         # A body that comes too late is first answered by 408.
-        limits = limits or HttpLimits(body_s=settings.timeout_s + HttpLimits.request_s)
+        limits = limits or ConnectionLimits(body_s=settings.timeout_s + ConnectionLimits.request_s)
         if host_names and certificates is not None:
             raise ConfigError(
                 f"--host-name is for a server without certificates, got {', '.join(host_names)}", "leave it out"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ from dflow.cli.certs import init_authority, issue_to
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SameMachine
+from dflow.serving.connection_limits import ConnectionLimits
 from dflow.serving.grpc_messages import MESSAGES, SERVICE
 from dflow.serving.grpc_tensors import decode_message
 from dflow.serving.model_server import ModelServer
@@ -324,6 +326,23 @@ def test_a_request_that_does_not_arrive_is_given_up(folder: Path) -> None:
                 assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 assert raised.value.details() == "the request did not arrive within 0.05 s"
         over.set()
+
+
+def test_a_connection_has_limited_requests_and_metadata(folder: Path) -> None:
+    limits = ConnectionLimits(streams=7, head_bytes=20_000)
+    with served(folder / "scale", grpc=ANY_PORT, limits=limits) as server:
+        assert server.grpc_address is not None
+        with socket.create_connection((server.grpc_address.host, server.grpc_address.port), 60) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+            head = connection.recv(9, socket.MSG_WAITALL)
+            sent = connection.recv(int.from_bytes(head[:3], "big"), socket.MSG_WAITALL)
+        found = dict(struct.iter_unpack(">HI", sent))  # of SETTINGS, the first frame: RFC 9113, 6.5.2
+        assert (head[3], found[3], found[6]) == (4, 7, 20_000)
+        with grpc.insecure_channel(str(server.grpc_address)) as channel:
+            live = channel.unary_unary(f"/{SERVICE}/ServerLive")
+            assert live(b"", timeout=60, metadata=[("a", "b" * 15_000)]) == b"\x08\x01"
+            with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+                live(b"", timeout=60, metadata=[("a", "b" * 20_000)])
 
 
 def asked_first(held: HeldCalls, server: ModelServer) -> Future[Any]:

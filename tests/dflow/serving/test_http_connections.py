@@ -27,7 +27,7 @@ import dflow
 from dflow.cli.certs import init_authority, issue_to
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.mutual_tls import MutualTls
-from dflow.serving.http_connection import HttpLimits
+from dflow.serving.connection_limits import ConnectionLimits
 from dflow.serving.model_server import ModelServer
 from dflow.serving.served_version import ServingSettings
 from dflow.tracing.errors import SignatureError
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.once
 ROW = json_request(x=np.ones((1, 2), np.float32))
 DEADLINE_S = 30.0
 #: Limits that the tests reach soon.
-SHORT = HttpLimits(request_s=0.2, body_s=0.2, answer_s=0.2)
+SHORT = ConnectionLimits(request_s=0.2, body_s=0.2, answer_s=0.2)
 INFER = b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -239,7 +239,7 @@ def test_a_connection_stays_open_between_requests(folder: Path) -> None:
 
 
 def test_silent_connections_leave_room_for_others(folder: Path) -> None:
-    limits = HttpLimits(waiting=4, connections=5)
+    limits = ConnectionLimits(waiting=4, connections=5)
     with served(folder, limits=limits) as server, ExitStack() as stack:
         silent = [stack.enter_context(connect(server)) for _ in range(12)]
         until(lambda: sum(map(is_ended, silent)) == 8)
@@ -289,7 +289,7 @@ def test_silent_clients_without_a_certificate_shut_nobody_out(folder: Path, tmp_
     own = next((tmp_path / "ca").glob("server-0*"))
     context = ssl.create_default_context(cafile=str(own / "ca.pem"))
     context.load_cert_chain(own / "cert.pem", own / "key.pem")
-    limits = HttpLimits(request_s=0.5, waiting=4)
+    limits = ConnectionLimits(request_s=0.5, waiting=4)
     with (
         ModelServer(
             folder, TcpAddress("127.0.0.1", 0), ServingSettings(), MutualTls.in_folder(own), poll_s=0, limits=limits
