@@ -5,7 +5,7 @@ Invariants:
 - a variable goes to the task with the fewest bytes placed, and to the lowest index among equals, so the same
   requests in the same order give the same placement;
 - `near` overrides this: the variable shares the task of the one named, and its bytes count there; so does an explicit
-  task;
+  task; and a run has the host of the newest run of its kind, unless that has lost something;
 - an abandoned name is free;
 - the state of a process is lost when another process joins under its task's name: each later request for it is refused
   until the name is abandoned, since the new process would create it from its initial value.
@@ -98,7 +98,7 @@ class VariableDirectory:
         if request.on and request.on not in tasks:
             text = f"{what} was to be placed on {request.on}, which is none of the tasks there: {', '.join(tasks)}"
             return Failure("DeviceError", text)
-        task = request.on or (near.info.task if near else "") or min(tasks, key=lambda t: self._load_bytes[t])
+        task = request.on or (near.info.task if near else "") or self._least_loaded(request, tasks)
         process = self._members.process(task)
         info = VariableInfo(
             request.name,
@@ -115,6 +115,20 @@ class VariableDirectory:
         self._next_number += 1
         self._add(placement)
         return Placed(task, process)
+
+    def _least_loaded(self, request: PlaceVariable, tasks: Sequence[str]) -> str:
+        """Return the one of `tasks` with the fewest bytes; for a run the host of the newest one like it, if any.
+
+        A step is traced for its run's host, and would be traced again for another. A task that has lost something is no
+        host, since programs of the steps, and accumulators, are lost with its process.
+        """
+        if request.kind == "run":
+            infos = [placement.info for placement in self._placements.values()]
+            lost = {info.task for info in infos if self._loss(info)}
+            tasks = [task for task in tasks if task not in lost] or tasks
+            hosts = [info.task for info in infos if (info.kind, info.dtype) == (request.kind, request.dtype)]
+            tasks = [task for task in hosts if task in tasks][-1:] or tasks
+        return min(tasks, key=lambda t: self._load_bytes[t])
 
     def holds_state(self, task: str) -> bool:
         """Whether the present process of a live task holds something that is placed on it."""

@@ -62,7 +62,7 @@ _UPDATES = "train by Async, whose steps may update variables themselves, as a lo
 class RoundPart:
     """A worker's part in the synchronous steps of a run: opens the run, and gives gradients in each round.
 
-    job    job of the step aggregator, called the host here; the coordinator chooses one of its tasks for all runs
+    job    job of the step aggregator, called the host here; the coordinator chooses one of its tasks
     dense  receives the gradients of the step for variables of this process; None if there must be none
     """
 
@@ -71,8 +71,7 @@ class RoundPart:
         #: Compares the programs of workers that compute together; None if they only share the variables of tasks.
         self._programs = cluster.part(Collectives).programs if dense is not None else None
         self._compared = cluster.part(ComparedSteps)
-        # One for all runs: a step is traced for the host, and would be traced again for a later run with another.
-        request = PlaceVariable(f"{job}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
+        request = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
         self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(request)).task
         #: What `dense` keeps of each step of the run, when it was opened.
         self.kept: DenseStep = (), ()
