@@ -288,6 +288,17 @@ def test_an_export_of_an_older_version_gives_what_it_gave_when_it_was_made(made:
     assert not there.variables["count"].trainable
 
 
+@pytest.mark.parametrize("form", [2, 3, 4, 5])
+def test_an_export_of_each_format_answers_as_when_it_was_made(form: int, tmp_path: Path) -> None:
+    shutil.unpack_archive(FOLDER / f"format{form}.zip", tmp_path)
+    there = dflow.load(tmp_path, prefix=f"format{form}/")
+    for name, arguments, expected in json.loads((tmp_path / "expected.json").read_text()):
+        given = (np.array(values, dtype) for values, dtype in arguments)
+        np.testing.assert_allclose(there[name](*given), expected, rtol=1e-6, err_msg=name)
+    model = dflow.load(there.save(tmp_path / "again"), prefix=f"again{form}/")
+    assert all((held.read() == there.variables[name].read()).all() for name, held in model.variables.items())
+
+
 _numbers = itertools.count()
 
 
