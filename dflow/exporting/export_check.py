@@ -32,7 +32,7 @@ from dflow.lowering.programs.portable_tree import (
     plain,
     program_leaves_of,
 )
-from dflow.tracing.ir.types import dtype_name
+from dflow.tracing.ir.types import array_type_of, dtype_name
 from dflow.tracing.rows.slices import have_each_once
 
 _IDS = re.compile(r"[iu]\d+\[\]")
@@ -54,6 +54,8 @@ def check_manifest(manifest: ExportManifest) -> None:
             is_size = check.rows in sizes if isinstance(check.rows, str) else check.rows >= 1
             if not is_size or not _IDS.fullmatch(check.type):
                 raise ValueError(f"{name} checks ids {check.type} of {check.rows} rows")
+        if signature.lookups is not None:
+            _check_lookups(name, signature, signature.lookups.tables, manifest)
         if not signature.platforms:
             raise ValueError(f"{name} is for no platform")
         for tree in (*(parameter.tree for parameter in signature.parameters), signature.result):
@@ -62,6 +64,14 @@ def check_manifest(manifest: ExportManifest) -> None:
         python_signature(signature.parameters)
     for array, parts in manifest.parts().items():
         _check_parts(array, parts.values(), manifest)
+
+
+def _check_lookups(name: str, signature: FunctionSignature, tables: Sequence[str], manifest: ExportManifest) -> None:
+    _check_names(f"{name} looks up in", tables, signature.variables)
+    if not tables or {*tables} & {*signature.writes}:
+        raise ValueError(f"{name} looks up in no table, or in one that it writes")
+    if any(len(parts_of_type(manifest.variables[table].type)[1]) < 2 for table in tables):
+        raise ValueError(f"{name} looks up in a table of fewer than two dimensions")
 
 
 def _check_parts(array: str, parts: Collection[PartEntry], manifest: ExportManifest) -> None:
@@ -111,6 +121,36 @@ def check_program(manifest: ExportManifest, signature: FunctionSignature, progra
         raise ValueError(f"it holds {order} derivatives, and the manifest says {signature.vjp_order}")
     if program.nr_devices != 1:
         raise ValueError(f"it runs on {program.nr_devices} devices")
+
+
+def check_lookup_programs(
+    manifest: ExportManifest,
+    signature: FunctionSignature,
+    tables: Sequence[str],
+    numbers: jax.export.Exported,
+    results: jax.export.Exported,
+) -> None:
+    """Raise ValueError unless the inputs and outputs of the programs around lookups are those in the manifest."""
+    state = {name: manifest.variables[name].type for name in signature.variables if name not in tables}
+    constants = {name: manifest.constants[stored] for name, stored in signature.constants.items()}
+    args, named = _types(arguments_of(signature.parameters))
+    _check_types("takes", ((state, constants, *args), named), numbers.in_tree, numbers.in_avals)
+    found = [array_type_of(jax.ShapeDtypeStruct(one.shape, one.dtype)) for one in numbers.out_avals]
+    if len(found) != len(tables) or not all(jax.numpy.issubdtype(one.dtype, jax.numpy.integer) for one in found):
+        raise ValueError(f"it gives {', '.join(map(str, found))}, and the manifest has {len(tables)} lookups")
+    rows = [_rows_type(manifest.variables[table].type, one.shape) for table, one in zip(tables, found, strict=True)]
+    _check_types("takes", ((state, constants, rows, *args), named), results.in_tree, results.in_avals)
+    outside = {name: check.type for name, check in signature.checks.items()}
+    given = (_types(signature.result), state, *([outside] if outside else []))
+    _check_types("gives", given, results.out_tree, results.out_avals)
+    if numbers.nr_devices != 1 or results.nr_devices != 1:
+        raise ValueError("it runs on several devices")
+
+
+def _rows_type(table: str, numbers: Sequence[Any]) -> str:
+    """Return the type of rows of a table, of this type, at numbers of this shape."""
+    dtype, dims = parts_of_type(table)
+    return f"{dtype}[{','.join([*map(str, numbers), *dims[1:]])}]"
 
 
 def _derivatives(program: jax.export.Exported) -> int:

@@ -1,7 +1,8 @@
 """Files of an export: a manifest in JSON, the programs as `jax.export` serialises them, and the arrays.
 
     manifest.json           the contents: signatures, names, types, versions
-    programs/<signature>    one program for all its platforms
+    programs/<signature>    one program for all its platforms; for a function that looks up in tables, also the
+                            programs <signature>.numbers and <signature>.results of `lookup_programs.py`
     variables/              the values of the variables by name, in the format of `lowering/files/array_files.py`
     constants/              the large arrays that the functions close over, likewise
 
@@ -20,7 +21,7 @@ import msgspec
 
 from dflow import __version__
 from dflow.exporting.export_check import check_manifest
-from dflow.exporting.export_manifest import ExportManifest, FunctionSignature
+from dflow.exporting.export_manifest import ExportManifest, FunctionSignature, ProgramEntry
 from dflow.lowering.files.array_files import fill_folder, make_paths, read_arrays, write_manifest
 from dflow.lowering.files.array_manifest import MANIFEST as ARRAYS_MANIFEST
 from dflow.lowering.files.atomic_directory import present
@@ -121,19 +122,19 @@ def _no_export(path: Path) -> ExportError:
     )
 
 
-def read_content(path: Path, name: str, signature: FunctionSignature) -> bytes:
-    """Return the program of a signature. Raises ExportError if it is missing or differs from its digest."""
+def read_content(path: Path, name: str, entry: FunctionSignature | ProgramEntry) -> bytes:
+    """Return the program in the file of this name. Raises ExportError if it is missing or differs from its digest."""
     file = path / PROGRAMS / name
     try:
         refuse_links(path, PROGRAMS)
-        content = read_regular(file, max(0, signature.size_bytes))
+        content = read_regular(file, max(0, entry.size_bytes))
     except FileNotFoundError:
         raise damaged(file, "it is missing") from None
     except OSError as error:
         raise _unreadable(file, error) from error
-    if len(content) != signature.size_bytes:
-        raise damaged(file, f"expected {signature.size_bytes} bytes, got {len(content)}")
-    if hashlib.sha256(content).hexdigest() != signature.sha256:
+    if len(content) != entry.size_bytes:
+        raise damaged(file, f"expected {entry.size_bytes} bytes, got {len(content)}")
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise damaged(file, "its digest is not the one in the manifest")
     return content
 

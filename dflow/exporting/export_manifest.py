@@ -40,6 +40,26 @@ class CheckEntry(msgspec.Struct, frozen=True):
     noun: Literal["ids", "segments"] = "ids"
 
 
+class ProgramEntry(msgspec.Struct, frozen=True):
+    """Size and SHA-256 digest of a program's file."""
+
+    size_bytes: int
+    sha256: str
+
+
+class LookupsEntry(msgspec.Struct, frozen=True):
+    """The programs before and after the lookups of a function, and the table of each lookup: a variable's name."""
+
+    tables: list[str]
+    numbers: ProgramEntry
+    results: ProgramEntry
+
+    @property
+    def files(self) -> dict[str, ProgramEntry]:
+        """The entries by the end of their files' names, which begin with the signature's. No signature has a dot."""
+        return {".numbers": self.numbers, ".results": self.results}
+
+
 class FunctionSignature(msgspec.Struct, frozen=True):
     """A function of an export."""
 
@@ -60,6 +80,8 @@ class FunctionSignature(msgspec.Struct, frozen=True):
     sha256: str
     #: By the program's name for it: each check whose outcome the program returns.
     checks: dict[str, CheckEntry] = {}
+    #: None for a function that looks up in no table.
+    lookups: LookupsEntry | None = None
 
 
 class PartEntry(msgspec.Struct, frozen=True):

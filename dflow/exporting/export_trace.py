@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any, Literal
 
 import jax
+import msgspec
 import numpy as np
 
 from dflow.calls.function import jit
@@ -18,12 +19,15 @@ from dflow.calls.static_arguments import StaticArguments, static_arguments
 from dflow.exporting.export_manifest import (
     CheckEntry,
     FunctionSignature,
+    LookupsEntry,
     Parameter,
+    ProgramEntry,
     arguments_of,
     open_sizes_of,
 )
 from dflow.exporting.open_sizes import as_given, sizes_from_zero
 from dflow.lowering.programs.export import PureProgram, exported, pure_program
+from dflow.lowering.programs.lookup_programs import LookupPrograms, lookup_programs
 from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
 from dflow.tracing.argument_ids import GivenIds, is_list_of_strings, naming_ids, with_ids
 from dflow.tracing.derivatives.discharge import constants_within
@@ -41,12 +45,12 @@ _VARIADIC = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
 
 @dataclass(frozen=True)
 class TracedExport:
-    """A traced function: its signature, its pure form, and its program as an object and as bytes."""
+    """A traced function: its signature, pure form and program, and its programs as bytes by the end of their names."""
 
     signature: FunctionSignature
     pure: PureProgram
     program: jax.export.Exported
-    content: bytes
+    contents: Mapping[str, bytes]
     #: The variables that the function uses or returns, by name.
     variables: Mapping[str, Variable]
 
@@ -133,6 +137,7 @@ def _made(
     pure = pure_program(name, jaxpr, consts, constants, arguments_of(parameters), types, result)
     with _naming_open_sizes(name, (args, kwargs)):
         program, content = exported(pure, platforms, disabled_checks, vjp_order)
+        lookups = lookup_programs(pure, platforms, disabled_checks)
     results = jax.tree_util.tree_unflatten(looked.out_tree, [None] * looked.out_tree.num_leaves)
     returned = filter(is_variable, jax.tree_util.tree_leaves(results, is_leaf=is_variable))
     signature = FunctionSignature(
@@ -145,16 +150,29 @@ def _made(
         platforms=list(platforms),
         vjp_order=vjp_order,
         calling_convention_version=program.calling_convention_version,
-        size_bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
+        **msgspec.structs.asdict(_entry(content)),
         checks={
             check.name: CheckEntry(
                 check.table, _size(name, check, parameters), str(ArrayType(check.dtype, ())), check.noun
             )
             for check in pure.checks
         },
+        lookups=_lookups(lookups),
     )
-    return TracedExport(signature, pure, program, content, {v.name: v for v in (*pure.variables, *returned)})
+    contents = {"": content}
+    if lookups is not None and signature.lookups is not None:
+        contents |= zip(signature.lookups.files, (lookups.numbers, lookups.results), strict=True)
+    return TracedExport(signature, pure, program, contents, {v.name: v for v in (*pure.variables, *returned)})
+
+
+def _entry(content: bytes) -> ProgramEntry:
+    return ProgramEntry(len(content), hashlib.sha256(content).hexdigest())
+
+
+def _lookups(programs: LookupPrograms | None) -> LookupsEntry | None:
+    if programs is None:
+        return None
+    return LookupsEntry([table.name for table in programs.tables], _entry(programs.numbers), _entry(programs.results))
 
 
 def _size(name: str, check: Any, parameters: Sequence[Parameter]) -> int | str:

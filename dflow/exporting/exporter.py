@@ -66,7 +66,7 @@ class Exported(SavableFunctions):
         super().__init__(
             ExportManifest(form_version, __version__, jax.__version__, entries, types, signatures),
             {name: one.program for name, one in made.items()},
-            {name: one.content for name, one in made.items()},
+            {name + end: content for name, one in made.items() for end, content in one.contents.items()},
             variables,
             constants,
         )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import export
 
 from dflow.calls.function import Function
-from dflow.distributed.training.applying import refuse_own_training
-from dflow.exporting.export_check import check_program
+from dflow.exporting.export_check import check_lookup_programs, check_program
 from dflow.exporting.export_format import (
     CONSTANTS,
     PROGRAMS,
@@ -31,32 +27,24 @@ from dflow.exporting.export_format import (
 from dflow.exporting.export_manifest import (
     ExportManifest,
     FunctionSignature,
-    Parameter,
-    and_list,
-    arguments_of,
-    open_sizes_of,
-    signature_text,
+    ProgramEntry,
     wide_arrays,
 )
-from dflow.exporting.exported_call import compiled, python_signature, result_of
-from dflow.exporting.open_sizes import text_as_given
+from dflow.exporting.loaded_function import LoadedFunction
+from dflow.exporting.row_lookups import RowLookups
 from dflow.exporting.savable_functions import SavableFunctions
 from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.files.mapped_chunks import LEAST_BYTES
 from dflow.lowering.programs.foreign_program import RefusedCall, bytecode_reader, read_program
-from dflow.lowering.programs.portable_tree import MismatchError, build, flatten, parts_of_type, plain, program_leaves_of
-from dflow.lowering.values.devices import default_name
 from dflow.lowering.values.first_value import Unshared
-from dflow.tracing.errors import ExportError, SignatureError, WireError
-from dflow.tracing.ir.types import DTYPES, array_type_of, dtype_name
+from dflow.tracing.errors import ExportError, WireError
+from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.number_range import check_number
-from dflow.tracing.primitives.id_checks import after_id_check
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.initial_value import TypedInitial
-from dflow.tracing.state.resources import Variable, is_variable
+from dflow.tracing.state.resources import Variable
 
 
 @dataclasses.dataclass(repr=False, eq=False)
@@ -68,11 +56,17 @@ class Loaded(SavableFunctions):
     export. Calls raise SignatureError for arguments of other types, and ExportError on a platform not exported for.
     """
 
+    #: The programs around the lookups of functions whose tables are not in this process, by name.
+    _lookups: Mapping[str, RowLookups]
+
     def __post_init__(self) -> None:
-        self._functions = {
-            name: _function(name, signature, self._programs[name], dict(self.variables), self._constants)
+        self._callers = {
+            name: LoadedFunction(
+                name, signature, self._programs[name], self._lookups.get(name), dict(self.variables), self._constants
+            )
             for name, signature in self._manifest.signatures.items()
         }
+        self._functions = {name: caller.compiled() for name, caller in self._callers.items()}
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the only function. Raises ExportError if there are several."""
@@ -113,11 +107,16 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     location = present(path)
     manifest = read_manifest(location)
     _check_precision(location, manifest)
-    contents = {name: read_content(location, name, signature) for name, signature in manifest.signatures.items()}
+    contents = _contents(location, manifest)
     allowed = {target for check in disabled_checks if (target := check.is_custom_call()) is not None}
     with bytecode_reader() as as_text:
         read = partial(read_program, allowed=allowed, as_text=as_text)
-        programs = {name: _program(location, name, content, manifest, read) for name, content in contents.items()}
+        programs = {name: _program(location, name, contents[name], manifest, read) for name in manifest.signatures}
+        lookups = {
+            name: _lookups(location, name, contents, manifest, read)
+            for name, signature in manifest.signatures.items()
+            if signature.lookups is not None and not signature.vjp_order and current_home().shares_names
+        }
     parts = manifest.parts()
     whole = (name for name, entry in manifest.variables.items() if entry.part is None)
     values = read_values(location, VARIABLES, [*whole, *parts])
@@ -141,7 +140,7 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
         for name, part in divided.items():
             variables[name].part = ArrayPart(tuple(part.shape), part.indices)
     use_beside_namesakes(variables.values())
-    return Loaded(manifest, programs, contents, variables, constants)
+    return Loaded(manifest, programs, contents, variables, constants, lookups)
 
 
 class _InPlace(TypedInitial):
@@ -170,6 +169,15 @@ def _check_precision(location: Path, manifest: ExportManifest) -> None:
         )
 
 
+def _contents(location: Path, manifest: ExportManifest) -> dict[str, bytes]:
+    """Return the programs of an export by the names of their files. Raises ExportError."""
+    entries: dict[str, FunctionSignature | ProgramEntry] = {**manifest.signatures}
+    for name, signature in manifest.signatures.items():
+        if signature.lookups is not None:
+            entries |= {name + end: entry for end, entry in signature.lookups.files.items()}
+    return {name: read_content(location, name, entry) for name, entry in entries.items()}
+
+
 def _program(
     location: Path, name: str, content: bytes, manifest: ExportManifest, read: Callable[[bytes], export.Exported]
 ) -> export.Exported:
@@ -183,10 +191,36 @@ def _program(
             f"{jax.__version__} knows {oldest} to {newest}",
             f"{'install a newer JAX' if version > newest else 'export again with a newer JAX'}",
         )
-    try:
+    with _naming_file(location, name, manifest):
         program = read(content)
         check_program(manifest, signature, program)
         return _with_order(name, signature.vjp_order, program)
+
+
+def _lookups(
+    location: Path,
+    name: str,
+    contents: Mapping[str, bytes],
+    manifest: ExportManifest,
+    read: Callable[[bytes], export.Exported],
+) -> RowLookups:
+    """Return the programs around the lookups of a function that has some. Raises ExportError."""
+    signature = manifest.signatures[name]
+    assert signature.lookups is not None
+    numbers, results = (name + end for end in signature.lookups.files)
+    with _naming_file(location, numbers, manifest):
+        before = read(contents[numbers])
+    with _naming_file(location, results, manifest):
+        after = read(contents[results])
+        check_lookup_programs(manifest, signature, signature.lookups.tables, before, after)
+    return RowLookups(signature.lookups.tables, before, after)
+
+
+@contextmanager
+def _naming_file(location: Path, name: str, manifest: ExportManifest) -> Iterator[None]:
+    """Turn the errors of a program that is read into ExportErrors that name its file."""
+    try:
+        yield
     except RefusedCall as error:
         raise ExportError(
             f"the program {name!r} of {location} calls {error.target!r}, which is no library routine of JAX and could "
@@ -223,134 +257,3 @@ def _with_order(name: str, order: int, program: export.Exported) -> export.Expor
         return LoadedProgram(**{field: getattr(one, field) for field in fields})
 
     return made(program)
-
-
-def _function(
-    name: str,
-    signature: FunctionSignature,
-    program: export.Exported,
-    variables: Mapping[str, Variable],
-    constants: Mapping[str, Any],
-) -> Function[..., Any]:
-    parameters = signature.parameters
-    positional = [parameter for parameter in parameters if parameter.by != "name"]
-    arguments = plain(arguments_of(parameters))
-    python = python_signature(parameters)
-    given = {key: constants[stored] for key, stored in signature.constants.items()}
-
-    trained = [variables[key] for key in signature.writes if variables[key].trainable]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        _check_platform(name, signature)
-        refuse_own_training(run, name, trained)
-        values = _bound(name, signature, python, args, kwargs)
-        leaves = [leaf for parameter in parameters for leaf in _leaves(name, parameter, values[parameter.name])]
-        plain_args, plain_kwargs = build(arguments, iter(leaves))
-        state = {key: variables[key].read() for key in signature.variables}
-        with _naming_sizes(name, positional):
-            if signature.writes and signature.checks:
-                # Before it writes anything: XLA computes no more of this call than the ids that it checks.
-                _, _, *outside = program.call(state, given, *plain_args, **plain_kwargs)
-                if leaves:
-                    plain_args, plain_kwargs = _after_checks(signature, leaves, outside, (plain_args, plain_kwargs))
-                else:
-                    state = _after_checks(signature, leaves, outside, state)
-            results, after, *outside = program.call(state, given, *plain_args, **plain_kwargs)
-            if not signature.writes:
-                results = _after_checks(signature, leaves, outside, results)
-        for key in signature.writes:
-            variables[key].assign(after[key])
-        return result_of(signature, results, variables)
-
-    return compiled(name, signature, run)
-
-
-def _after_checks(
-    signature: FunctionSignature, leaves: Sequence[Any], outside: Sequence[Mapping[str, Any]], values: Any
-) -> Any:
-    """Return a pytree of arrays as it is. Raises InputError, when it runs, for an id outside of its table."""
-    sizes = open_sizes_of(signature.parameters)
-    for name, check in signature.checks.items():
-        size = check.rows
-        if isinstance(size, str):
-            number, dim = sizes[size]
-            size = max(1, leaves[number].shape[dim])  # of no bags: the program says 0 also if all numbers are right
-        values = after_id_check(outside[0][name], values, size=size, table=check.table, noun=check.noun)
-    return values
-
-
-@contextmanager
-def _naming_sizes(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
-    """Replace JAX's errors about inconsistent sizes by SignatureError, with the parameters' names."""
-    try:
-        yield
-    except ValueError as error:
-        if small := re.search(r"Expected value >= 1 for dimension variable '(\w+)'", str(error)):
-            raise SignatureError(
-                f"{name} was called with the size 0 for {small[1]}, and an op of it needs 1 or more",
-                "skip the call when that dimension is empty",
-            ) from None
-        found = re.search(r"Found inconsistency between (.*?)(?: Using the following|$)", str(error), re.DOTALL)
-        if found is None:
-            raise
-        found_text = re.sub(r"args\[(\d+)\]", lambda index: positional[int(index[1]) - 2].name, text_as_given(found[1]))
-        found_text = re.sub(r"kwargs\['(\w+)'\]", r"\1", found_text)
-        raise SignatureError(
-            f"{name} was called with inconsistent sizes: {found_text.rstrip('. ')}",
-            "a letter in a shape is one size throughout",
-        ) from None
-
-
-def _check_platform(name: str, signature: FunctionSignature) -> None:
-    platform = default_name().partition(":")[0]
-    if platform == "gpu":  # exports distinguish "cuda" and "rocm"
-        platform = export.default_export_platform()
-    if platform not in signature.platforms:
-        raise ExportError(
-            f"{name} was exported for {and_list(signature.platforms)}, and this process runs on {platform}",
-            f"export it with platforms={(*signature.platforms, platform)!r}",
-        )
-
-
-def _bound(
-    name: str, signature: FunctionSignature, python: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Return the value of each parameter. Raises SignatureError if the arguments do not match."""
-    try:
-        return python.bind(*args, **kwargs).arguments
-    except TypeError as error:
-        fixed = ", ".join(word for word in kwargs if word in signature.fixed)
-        remedy = f"leave out {fixed}, fixed when it was exported" if fixed else "give it these, and no others"
-        raise SignatureError(f"{signature_text(name, signature)} was called otherwise: {error}", remedy) from None
-
-
-def _leaves(name: str, parameter: Parameter, value: Any) -> Iterator[Any]:
-    try:
-        leaves = flatten(parameter.tree, value, parameter.name)
-    except MismatchError as error:
-        raise SignatureError(
-            f"{name} was called with another structure: {error}", "give it the structure it was exported for"
-        ) from None
-    for (path, wanted), leaf in zip(program_leaves_of(parameter.tree, parameter.name), leaves, strict=True):
-        yield _fitting(name, path, wanted, leaf)
-
-
-def _fitting(name: str, path: str, wanted: str, leaf: Any) -> Any:
-    """Return the leaf as an array of the expected type. Python numbers take its dtype; others raise SignatureError."""
-    check_number(leaf, f"{name}: argument {path!r}")
-    array = leaf.read() if is_variable(leaf) else jnp.asarray(leaf)
-    dtype, dims = parts_of_type(wanted)
-    given = array_type_of(array)
-    if given.weak and dtype in DTYPES and jnp.result_type(DTYPES[dtype], array) == DTYPES[dtype]:
-        array = array.astype(DTYPES[dtype])
-    shape = [str(dim) for dim in array.shape]
-    fits = len(shape) == len(dims) and all(
-        due == size for due, size in zip(dims, shape, strict=True) if due.isdecimal()
-    )
-    if dtype_name(array.dtype) != dtype or not fits:
-        remedy = "give it the shape it was exported for" if dtype_name(array.dtype) == dtype else "convert it"
-        raise SignatureError(
-            f"{name} was exported for {path}: {wanted}, and called with {given.strong}",
-            f"{remedy}, or export it for that too",
-        )
-    return array

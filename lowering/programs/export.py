@@ -39,7 +39,7 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.id_checks import without_id_checks
-from dflow.tracing.rows.lookups import CALLS
+from dflow.tracing.rows.lookups import CALLS, Lookups
 from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
 
@@ -63,20 +63,35 @@ class PureProgram:
 
     def __call__(self, variables: Mapping[str, Any], constants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the results, and the new values of the variables, by name."""
-        return self._run({}, variables, constants, *args, **kwargs)[:2]
+        return self._run({}, variables, constants, args, kwargs)[:2]
 
     def checked(self, variables: Mapping[str, Any], constants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As a call; the third result, if there are `checks`, is by name of each an id that is outside, or 0."""
         none = {check: jnp.zeros((), check.dtype) for check in self.checks}
-        return self._run(none, variables, constants, *args, **kwargs)[: 3 if none else 2]
+        return self._run(none, variables, constants, args, kwargs)[: 3 if none else 2]
 
-    def _run(self, checks: Mapping[IdCheck, Any], variables: Any, constants: Any, *args: Any, **kwargs: Any) -> Any:
+    def looking_up(
+        self, lookups: Lookups, variables: Mapping[str, Any], constants: Mapping[str, Any], args: Any, kwargs: Any
+    ) -> Any:
+        """As `checked`, with rows of the tables of `lookups` from there, and no values of these in either dict."""
+        none = {check: jnp.zeros((), check.dtype) for check in self.checks}
+        return self._run(none, variables, constants, args, kwargs, lookups)[: 3 if none else 2]
+
+    def _run(
+        self,
+        checks: Mapping[IdCheck, Any],
+        variables: Any,
+        constants: Any,
+        args: Any,
+        kwargs: Any,
+        lookups: Lookups | None = None,
+    ) -> Any:
         given = {id(value): constants[name] for name, value in self.constants.items()}
-        values = {variable: variables[variable.name] for variable in self.variables}
-        entries: dict[Any, Any] = {**values, **checks}
-        state = State(entries, given=given)
+        held = [one for one in self.variables if lookups is None or one not in lookups.tables]
+        entries: dict[Any, Any] = {**{variable: variables[variable.name] for variable in held}, **checks}
+        state = State(entries, lookups, given=given)
         results = evaluate(self.jaxpr, self.consts, flatten(plain(self.arguments), (args, kwargs), "arguments"), state)
-        after = {variable.name: state[variable] for variable in self.variables}
+        after = {variable.name: state[variable] for variable in held}
         outside = {check.name: state[check] for check in checks}
         return build(plain(self.result), iter(results)), after, outside
 

@@ -31,7 +31,7 @@ def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
     search.walk(jaxpr, {})
     wanted = {variable for variable in variables if variable.type.sharding is None}
     tables = wanted.intersection(site.variable for site in search.sites) - search.used_whole - search.inside.keys()
-    late = {table: body[0] for body in search.bodies for table in _late_in(*body, tables)}
+    late = {table: body[0] for body in search.bodies for table in late_in(*body, tables)}
     for variable in variables:
         if variable in wanted and variable not in search.used_whole and variable in (inside := search.inside | late):
             _warn_of_lookups_inside(variable, inside[variable])
@@ -56,7 +56,7 @@ def _looked_up_often(search: Search, tables: Collection[Any]) -> dict[Any, int]:
     return {table: count for table, count in found.items() if count >= table.shape[0]}
 
 
-def _late_in(
+def late_in(
     equation: Equation, operands: Mapping[int, Any], sites: Sequence[Site], tables: Collection[Any]
 ) -> set[Any]:
     """The tables with a lookup in the bodies of an equation, of `Search.bodies`, whose positions need the equation."""

@@ -292,7 +292,31 @@ class Lookups(ABC):
         """The results of an equation with these lookups in its bodies."""
 
 
-class TappedLookups(Lookups):
+class EarlyLookups(Lookups):
+    """Lookups that are done before the equations that have them in their bodies."""
+
+    def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
+        """Do all lookups of the equation's bodies before it, and hand the bodies the rows and positions."""
+        jaxpr, consts, _ = make_jaxpr(lambda: run(state.copy(), None)[1])
+        positions = jax.core.eval_jaxpr(live_part(jaxpr), [*map(jax.lax.stop_gradient, consts)])
+        found = [self._find(site.variable, position) for site, position in zip(sites, positions, strict=True)]
+        return run(state, found)[0]
+
+
+class GivenLookups(EarlyLookups):
+    """The lookups of one run of a function, in its order: their rows are given, and `positions` has their positions."""
+
+    def __init__(self, tables: Collection[Any], rows: Sequence[Any]) -> None:
+        super().__init__(tables)
+        self.positions: list[Any] = []
+        self._left = iter(rows)
+
+    def _find(self, variable: Any, positions: Any) -> Found:
+        self.positions.append(positions)
+        return Found(next(self._left), positions)
+
+
+class TappedLookups(EarlyLookups):
     """The lookups of one run of a function, in the order of `sites`.
 
     Each adds one of `taps` to its rows for derivatives only: the gradient of a tap is the gradient of the rows.
@@ -311,13 +335,6 @@ class TappedLookups(Lookups):
         inside = positions if site.once else jnp.clip(positions, 0, variable.shape[0] - 1)
         self.indices.append(inside)
         return Found(_tapped(gather_p.bind(inside, handle=variable.handle, once=site.once), tap), positions)
-
-    def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
-        """Do all lookups of the equation's bodies before it, and hand the bodies the rows and positions."""
-        jaxpr, consts, _ = make_jaxpr(lambda: run(state.copy(), None)[1])
-        positions = jax.core.eval_jaxpr(live_part(jaxpr), [*map(jax.lax.stop_gradient, consts)])
-        found = [self._find(site.variable, position) for site, position in zip(sites, positions, strict=True)]
-        return run(state, found)[0]
 
 
 class BodyLookups(Lookups):
