@@ -59,14 +59,18 @@ def is_taken(leaf: Any) -> bool:
         return code not in _TEXTS and (code not in _WIDE or not is_lost(leaf))
     kind = type(leaf)
     if kind is jax.ShapeDtypeStruct:
-        return leaf.dtype.char not in _TEXTS
+        return _code(leaf) not in _TEXTS
     return not (kind is str or kind is bytes or is_wide(leaf) or _is_column(leaf))
 
 
 def _may_be_ids(leaf: Any) -> bool:
     if isinstance(leaf, _NUMPY | jax.ShapeDtypeStruct):
-        return leaf.dtype.char in _WIDE or leaf.dtype.char in _TEXTS
+        return _code(leaf) in _WIDE or _code(leaf) in _TEXTS
     return is_list_of_strings(leaf) or not is_taken(leaf)
+
+
+def _code(leaf: Any) -> str:
+    return getattr(leaf.dtype, "char", "")  # keys have a dtype of JAX
 
 
 def _is_column(value: Any) -> bool:
@@ -77,7 +81,7 @@ def _is_column(value: Any) -> bool:
 
 
 def is_list_of_strings(value: Any) -> bool:
-    """Whether a list is a column of strings, or of rows of them, or a tuple has strings alone.
+    """Whether a list is a column of strings, or of rows of them, or a tuple has only strings.
 
     A list may also have other scalars beside strings: they are errors of the ids.
     """
@@ -183,6 +187,33 @@ def ids_of(values: Any, what: str) -> StringIds | IntegerIds:
     return (StringIds if _are_texts(array) else IntegerIds)(made.high, made.low)
 
 
+def with_string_ids(tree: Any, names: Callable[[], Sequence[str]]) -> Any:
+    """Return the pytree with ids in place of its strings, given or declared: in arrays, lists, and by themselves.
+
+    names   returns the names of the leaves, as messages have them; those of `is_list_of_strings` are leaves
+    raises  InputError as `wide_ids`
+    """
+    leaves, structure = flattened(tree)
+    if not any(map(has_texts, leaves)):
+        return tree
+    return structure.unflatten(
+        [_string_ids(leaf, names()[index]) if has_texts(leaf) else leaf for index, leaf in enumerate(leaves)]
+    )
+
+
+def _string_ids(leaf: Any, name: str) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return _declared(leaf)
+    return ids_of(np.asarray(leaf, object) if type(leaf) in (str, bytes) else leaf, name)
+
+
+def has_texts(leaf: Any) -> bool:
+    """Whether a leaf is a string or a list of strings, or an array or a declared one of a dtype for them."""
+    if type(leaf) in (str, bytes) or is_list_of_strings(leaf):
+        return True
+    return isinstance(leaf, _NUMPY | jax.ShapeDtypeStruct) and _code(leaf) in _TEXTS
+
+
 def _are_texts(values: Any) -> bool:
     if isinstance(values, list | tuple):
         return is_list_of_strings(values)
@@ -236,11 +267,11 @@ def _named(found: Sequence[GivenIds], ids: WideIds | None, use: str, way_out: st
     named = " or ".join(one.name() for one in these)
     if isinstance(first.ids, StringIds):
         return InputError(
-            f"{named}: expected strings for lookups in a table with a vocabulary alone, since JAX has none, got {use}",
+            f"{named}: expected a lookup of its strings in a table with a vocabulary, got {use}",
             way_out or "look them up, table(ids); or give numbers in place of the strings, or leave them out",
         )
     smaller = "dflow.spec(shape, numpy.int32)" if is_spec else "ids.astype(numpy.int32)"
     return InputError(
-        f"{named}: expected integers of 64 bits for lookups in a table with a vocabulary alone, got {use}",
+        f"{named}: expected a lookup of its 64-bit integers in a table with a vocabulary, got {use}",
         way_out or f"look them up, table(ids); or make them of 32 bits, {smaller}",
     )

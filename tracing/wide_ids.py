@@ -164,7 +164,7 @@ def wide_ids_of(ids: Any, what: str) -> WideIds:
 
 
 def are_strings(array: Any) -> bool:
-    """Whether an array of NumPy has strings or bytes alone, as objects; also if it is empty."""
+    """Whether an array of NumPy has only strings or bytes, as objects; also if it is empty."""
     return array.dtype == object and all(isinstance(id, str | bytes) for id in array.flat)
 
 
@@ -228,7 +228,7 @@ def _no_ids(array: np.ndarray[Any, Any], what: str) -> InputError:
                 )
             if not (isinstance(id, str | bytes) if are_strings else _is_integer(id)):
                 return InputError(
-                    f"{what}: expected {'strings' if are_strings else 'integers'} alone, got {id!r} "
+                    f"{what}: expected only {'strings' if are_strings else 'integers'}, got {id!r} "
                     f"({type(id).__name__}){_at(position)}",
                     f"convert them first, for instance by column.astype({'int' if isinstance(id, float) else 'str'})",
                 )

@@ -75,7 +75,9 @@ _PARTS = (
 _NO_TYPE = re.compile(r"^Argument .* of type '?<class '(\w+)[\w.]*'>'? is not a valid JAX type", re.DOTALL)
 
 #: Remedies for arguments of other libraries.
-_TENSORS = "  give the step NumPy arrays: dflow.data.numpy_batches(loader) makes them of a loader's batches"
+_TENSORS = (
+    "  give the function NumPy arrays: tensor.numpy(), or for all batches of a loader dflow.data.numpy_batches(loader)"
+)
 _TABLES = (
     "  give the step NumPy arrays: dflow.data.batches(table, size) makes batches of a table's rows, and\n"
     "  dflow.data.numpy_batches([table]) arrays of all"

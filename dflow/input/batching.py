@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dflow.input.columns import Columns, columns_of
-from dflow.input.element_arrays import as_array
+from dflow.tracing.element_arrays import as_array
 from dflow.tracing.errors import InputError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.input.element_arrays import as_array
 from dflow.tracing.column_tables import is_of, library_of
+from dflow.tracing.element_arrays import as_array
 from dflow.tracing.errors import InputError
 from dflow.tracing.source import caller
 

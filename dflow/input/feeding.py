@@ -20,12 +20,14 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from dflow.input.element_arrays import as_array
 from dflow.lowering.state_backend import StateBackend
 from dflow.lowering.values.index_set import IndexSet
+from dflow.tracing.argument_ids import is_list_of_strings, with_string_ids
 from dflow.tracing.column_tables import refuse_table
+from dflow.tracing.element_arrays import as_array
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, StepCancelled
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.path_names import leaf_names
 from dflow.tracing.source import Loc, at, caller
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable, is_variable
@@ -298,6 +300,7 @@ def _backend(queue: Queue) -> StateBackend:
 
 def _in_structure(element: Any, wanted: Any) -> Any:
     """Return the element with arrays as leaves; its lists become tuples where the expected structure has tuples."""
+    element = with_string_ids(element, lambda: leaf_names("feed: element", element, is_list_of_strings))
     leaves, tree = jax.tree_util.tree_flatten(element, is_leaf=is_variable)
     arrays = [leaf if isinstance(leaf, _TAKEN) else as_array(leaf) for leaf in leaves]
     if tree != wanted and _tuples(tree) == _tuples(wanted):

@@ -13,8 +13,8 @@ import numpy as np
 
 from dflow.input.column_values import is_typed_column
 from dflow.input.columns import columns_of
-from dflow.input.element_arrays import as_array
 from dflow.tracing.column_tables import is_table, library_of, refuse_table
+from dflow.tracing.element_arrays import as_array
 from dflow.tracing.errors import InputError
 from dflow.tracing.source import caller
 

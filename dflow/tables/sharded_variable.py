@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from dflow.tables.changed_rows import changed_rows, track_changed_rows
 from dflow.tables.initial_part import initial_part
 from dflow.tables.routing import combined, route, rows_of_each_shard
 from dflow.tables.shard_layout import ShardLayout, chosen_layout
+from dflow.tracing.element_arrays import plain_array
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.ir.row_marks import LIFE, PERIOD
 from dflow.tracing.ir.types import ArrayType
@@ -83,7 +84,9 @@ class ShardedVariable(RowUpdates):
         dtype: Any = None,
         trainable: bool = True,
     ) -> None:
-        check_number(initial, f"the initial value of sharded variable {name or 'unnamed'!r}")
+        what = f"the initial value of sharded variable {name or 'unnamed'!r}"
+        initial = plain_array(initial, what)
+        check_number(initial, what)
         type = initial_type(initial, name)
         home = current_home() if near is None else near.shards[0].home
         held = type if dtype is None else replace(type, dtype=np.dtype(dtype))
@@ -290,6 +293,15 @@ class ShardedVariable(RowUpdates):
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return (self[row] for row in range(len(self)))
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise VariableError(
+            f"sharded variable {self.name!r}: expected a method of it, got a conversion to one array",
+            f"read it whole: {as_code(self.name)}.read()",
+        )
 
     def __repr__(self) -> str:
         kind = type(self).__name__

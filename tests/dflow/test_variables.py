@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,3 +42,45 @@ def test_a_device_that_no_task_offers_alone() -> None:
     with pytest.raises(DeviceError, match="placed on /job:ps/task:7, but no task offers it; the tasks are ") as caught:
         f(1.0)
     assert line_of(caught.value, __file__) == "return x + 1"
+
+
+def test_tensors_and_columns_of_other_libraries_are_values() -> None:
+    torch, pandas = pytest.importorskip("torch"), pytest.importorskip("pandas")
+    tensor, spec = torch.arange(4.0), jax.ShapeDtypeStruct((4,), jnp.float32)
+    queue, accumulator, target = (
+        dflow.FIFOQueue(9, spec),
+        dflow.ConditionalAccumulator(spec),
+        dflow.Variable(np.zeros(4)),
+    )
+    for step, given in enumerate((tensor.clone(), torch.nn.Parameter(tensor), pandas.Series(tensor.numpy()))):
+        queue.enqueue(given)
+        accumulator.apply(given, step)
+        target.assign(given)
+        made = dflow.Variable(given)
+        sharded = dflow.ShardedVariable(given, shards=2)
+        for found in (queue.dequeue(), accumulator.take(1), target, made, sharded.read()):
+            np.testing.assert_array_equal(np.asarray(found), tensor)
+    np.testing.assert_array_equal(dflow.Variable(tensor.to(torch.bfloat16)).read().astype(np.float32), tensor)
+    changed = torch.zeros(5000)
+    kept = dflow.Variable(changed)
+    changed += 1
+    assert not kept.read().any()
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            lambda v, torch: dflow.Variable(torch.eye(2).to_sparse(), name="w"),
+            "'w': expected dense tensors, got a Tensor",
+        ),
+        (lambda v, torch: v.assign(torch.tensor([2**40])), "assign of variable 'v': expected integers from"),
+        (lambda v, torch: v.gather(torch.tensor([2**40])), "gather of variable 'v': indices: expected integers from"),
+        (lambda v, torch: v.assign(np.array(["a"])), "'v' holds .* an array of <U1, which has no numbers"),
+        (lambda v, torch: np.asarray(dflow.ShardedVariable(v, name="s")), r"read it whole: s.read\(\)"),
+        (lambda v, torch: dflow.Variable(np.array(["a"]), name="w"), "'w' cannot begin with an array of <U1"),
+    ],
+)
+def test_a_value_without_numbers_that_fit_names_the_variable(use: Any, message: str) -> None:
+    with pytest.raises(dflow.DflowError, match=message):
+        use(dflow.Variable(np.zeros(1, np.int32), name="v"), pytest.importorskip("torch"))

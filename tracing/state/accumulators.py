@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.tracing.element_arrays import plain_array
 from dflow.tracing.errors import AccumulatorError, GraphTypeError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
@@ -192,7 +193,9 @@ class ConditionalAccumulator(HostResource):
                     f"dflow.RowGradient(indices, rows, {component.of.shape})",
                 )
             return [jax.lax.convert_element_type(leaf.indices, np.int32), leaf.rows]
-        check_number(leaf, f"a gradient of {self.title}{where}")
+        what = f"a gradient of {self.title}{where}"
+        leaf = plain_array(leaf, what)
+        check_number(leaf, what)
         array = converted(leaf.dense() if isinstance(leaf, RowGradient) else read(leaf), component)
         given = array_type_of(array).strong
         if given != component:

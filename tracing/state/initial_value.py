@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dflow.tracing.argument_ids import has_texts
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 
@@ -34,7 +35,11 @@ def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
     except (jax.errors.JAXTypeError, GraphTypeError):
         raise
     except (TypeError, ValueError):
-        raise refusal(f"a {type(value).__name__}, which is no array") from None
+        raise refusal(f"{_noun(value)}, which {'has no numbers' if has_texts(value) else 'is no array'}") from None
+
+
+def _noun(value: Any) -> str:
+    return f"an array of {value.dtype}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
 def converted(value: Any, wanted: ArrayType) -> Any:
@@ -57,7 +62,7 @@ def initial_type(initial: Initial, name: str | None) -> ArrayType:
     if callable(initial):
         check_needs_nothing(initial, name)
         return struct_type(jax.eval_shape(initial), name)
-    if hasattr(initial, "dtype"):
+    if hasattr(initial, "dtype") and not has_texts(initial):
         return array_type_of(initial).strong
     return array_type_of(given_array(initial, lambda what: _no_beginning(what, name))).strong
 

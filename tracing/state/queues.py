@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from dflow.tracing.argument_ids import is_list_of_strings, with_string_ids
+from dflow.tracing.element_arrays import plain_array
 from dflow.tracing.errors import QueueError, QueueTypeError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.op import OpDef
@@ -27,6 +29,12 @@ from dflow.tracing.path_names import leaf_names
 from dflow.tracing.state.host_resource import HostResource, known_number, number_text
 from dflow.tracing.state.initial_value import converted
 from dflow.tracing.state.resources import is_variable
+from dflow.tracing.wide_ids import WideIds
+
+_OF_STRINGS = (
+    "a queue holds strings as the ids of a table with a vocabulary: make it with jax.ShapeDtypeStruct(shape, "
+    "numpy.str_) where\n  the strings are, or leave the strings out"
+)
 
 
 @dataclass(frozen=True)
@@ -40,9 +48,10 @@ class PaddedSpec:
 class Queue(HostResource):
     """The base of all kinds of queues. Made by one of the classes below.
 
-    Elements are pytrees of arrays of the types in `spec`. Every wait ends: served, with DeadlineExceeded after
-    `timeout_s`, or with QueueClosed once the queue is closed and cannot serve it. A queue cannot be made inside traced
-    code.
+    Elements are pytrees of arrays of the types in `spec`. A part of the dtype `numpy.str_` takes strings, and gives
+    their ids, `WideIds`, for a lookup in a table with a vocabulary. Every wait ends: served, with DeadlineExceeded
+    after `timeout_s`, or with QueueClosed once the queue is closed and cannot serve it. A queue cannot be made inside
+    traced code.
     """
 
     kind = "queue"
@@ -64,7 +73,8 @@ class Queue(HostResource):
             )
         self.settings = msgspec.structs.replace(settings, capacity=int(capacity))
         self._tree: Any
-        leaves, self._tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+        spec = with_string_ids(spec, lambda: leaf_names("spec", spec))
+        leaves, self._tree = jax.tree_util.tree_flatten(spec, is_leaf=_is_part_of_spec)
         self.type = QueueType(tuple(self._component(leaf, padded) for leaf in leaves))
         if not leaves:
             raise QueueError(f"queue {self.name!r} would hold elements without arrays", at=self.loc)
@@ -159,6 +169,12 @@ class Queue(HostResource):
                 "enqueue jax.random.key_data(key), and make a key of it with jax.random.wrap_key_data",
                 at=self.loc,
             )
+        if np.dtype(dtype).kind in "USTO":
+            raise QueueError(
+                f"the spec of queue {self.name!r} has {dtype} of {shape}, and a queue holds strings of one shape",
+                "give jax.ShapeDtypeStruct(shape, numpy.str_)",
+                at=self.loc,
+            )
         if None in shape and not padded:
             raise QueueError(
                 f"the spec of queue {self.name!r} leaves a dimension open, {shape}",
@@ -173,9 +189,12 @@ class Queue(HostResource):
         Raises QueueTypeError, which names the `method` that was given the element.
         """
         tree: Any
+        what = f"{method} of {self.title}: element"
+        element = jax.tree_util.tree_map(lambda leaf: plain_array(leaf, what), element)
+        element = with_string_ids(element, lambda: leaf_names(what, element, is_list_of_strings))
         leaves, tree = jax.tree_util.tree_flatten(element, is_leaf=is_variable)
         arrays = [leaf.read() if is_variable(leaf) else leaf for leaf in leaves]
-        check_numbers(arrays, lambda: leaf_names(f"{method} of {self.title}: element", element, is_variable))
+        check_numbers(arrays, lambda: leaf_names(what, element, is_variable))
         if tree == self._tree:
             arrays = [converted(a, wanted) for a, wanted in zip(arrays, self.type.components, strict=True)]
         given = [array_type_of(array).strong for array in arrays]
@@ -185,14 +204,19 @@ class Queue(HostResource):
         if tree != self._tree or len(rows) != extra or not all(map(ops.fits, given, wanted)):
             shown = jax.tree_util.tree_unflatten(tree, [_given_type(array) for array in arrays])
             many = ", with one dimension more in front, the same for all" if extra else ""
+            has_strings = "StringIds" in str(shown) and "StringIds" not in str(self._tree)
             raise QueueTypeError(
                 f"queue {self.name!r} holds {self._shown(self.type.components)} but {method} was given {shown}",
-                f"give it the structure, shapes and dtypes that it holds{many}",
+                _OF_STRINGS if has_strings else f"give it the structure, shapes and dtypes that it holds{many}",
             )
         return arrays
 
     def _shown(self, types: Sequence[ArrayType]) -> str:
         return str(jax.tree_util.tree_unflatten(self._tree, types))
+
+
+def _is_part_of_spec(part: Any) -> bool:
+    return hasattr(part, "shape") and not isinstance(part, WideIds)
 
 
 def _given_type(value: Any) -> ArrayType:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.tracing.element_arrays import plain_array
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.ir.explicit_sharding import explicit_sharding, with_sharding
 from dflow.tracing.ir.row_marks import SUFFIX
@@ -128,7 +129,8 @@ class Variable(RowUpdates, jax.Array):
                 f"sharding={sharding!r} is no jax.sharding.Sharding",
                 "a PartitionSpec needs a mesh: jax.sharding.NamedSharding(mesh, spec), or AllReduce's variables()",
             )
-        first = _initial(initial, dtype, f"the initial value of variable {name or 'unnamed'!r}")
+        what = f"the initial value of variable {name or 'unnamed'!r}"
+        first = _initial(plain_array(initial, what), dtype, what)
         self.serial = next(_serials)
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
@@ -282,7 +284,9 @@ class Variable(RowUpdates, jax.Array):
             raise VariableError(f"{kind} was given reduce={reduce!r}", "give it None or 'sum'")
 
     def _indices(self, method: str, indices: Any) -> Any:
-        check_number(indices, f"{method} of variable {self.name!r}: indices")
+        what = f"{method} of variable {self.name!r}: indices"
+        indices = plain_array(indices, what)
+        check_number(indices, what)
         array = indices.read() if isinstance(indices, Variable) else jnp.asarray(indices)
         refusal = indices_refusal(self.type, array_type_of(array))
         if refusal is not None:
@@ -303,7 +307,9 @@ class Variable(RowUpdates, jax.Array):
             fact = f"variable {self.name!r} holds {self.type} but {method} was given {what}"
             return VariableShapeError(fact, "give it an array or a number")
 
-        check_number(value, f"{method} of variable {self.name!r}")
+        what = f"{method} of variable {self.name!r}"
+        value = plain_array(value, what)
+        check_number(value, what)
         array = value.read() if isinstance(value, Variable) else given_array(value, no_array)
         given = array_type_of(array)
         if given.weak:

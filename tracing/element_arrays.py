@@ -14,22 +14,36 @@ from dflow.tracing.column_tables import is_table, library_of
 from dflow.tracing.errors import InputError
 from dflow.tracing.source import caller
 
+#: Libraries whose tensors and columns are taken as arrays.
+_LIBRARIES = frozenset(("torch", "tensorflow", "pandas", "polars", "pyarrow"))
 #: PyTorch's dtypes that its `numpy()` refuses: the integers of the same size to view them as.
 _VIEWED = {1: "uint8", 2: "int16"}
 
 
-def as_array(leaf: Any) -> Any:
+def plain_array(value: Any, what: str) -> Any:
+    """Return a tensor or column of another library as a NumPy array, and any other value, also a table, as it is.
+
+    Raises InputError for a sparse or ragged tensor, with `what` as the noun for the value.
+    """
+    kind = type(value)
+    if kind.__module__ == "builtins" or library_of(kind) not in _LIBRARIES or callable(value) or is_table(value):
+        return value
+    return as_array(value, what)
+
+
+def as_array(leaf: Any, what: str = "a batch") -> Any:
     """Return a NumPy array of a tensor or a sequence of numbers, of the same memory where that is possible.
 
     A string or bytes is an array of dtype object: NumPy's own dtypes for them lose zeros at the end.
 
-    Raises InputError for a sparse or ragged tensor, a table, and objects that NumPy cannot convert to numbers.
+    Raises InputError for a sparse or ragged tensor, of which `what` is the noun, a table, and objects that NumPy cannot
+    convert to numbers.
     """
     library = library_of(type(leaf))
     if library == "torch":
-        return _of_torch(leaf.detach().cpu())
+        return _of_torch(leaf.detach().cpu(), what)
     if library == "tensorflow" and not hasattr(leaf, "__array__"):
-        raise _not_dense(leaf, "make it dense first: dataset.map(tf.sparse.to_dense), or tensor.to_tensor()")
+        raise _not_dense(what, leaf, "make it dense first: dataset.map(tf.sparse.to_dense), or tensor.to_tensor()")
     if isinstance(leaf, str | bytes):
         return np.array(leaf, dtype=object)
     if is_table(leaf):
@@ -49,11 +63,11 @@ def _no_element(leaf: Any, remedy: str) -> InputError:
     return InputError(f"an element: expected numbers, arrays or strings, got a {kind}", remedy, at=caller())
 
 
-def _of_torch(tensor: Any) -> np.ndarray[Any, Any]:
+def _of_torch(tensor: Any, what: str) -> np.ndarray[Any, Any]:
     import torch  # it is there: this is one of its tensors
 
     if tensor.layout != torch.strided:
-        raise _not_dense(tensor, "make it dense first: tensor.to_dense()")
+        raise _not_dense(what, tensor, "make it dense first: tensor.to_dense()")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     name = str(tensor.dtype).removeprefix("torch.")
@@ -63,5 +77,5 @@ def _of_torch(tensor: Any) -> np.ndarray[Any, Any]:
     return np.asarray(tensor.numpy())
 
 
-def _not_dense(tensor: Any, remedy: str) -> InputError:
-    return InputError(f"a batch: expected dense tensors, got a {type(tensor).__name__}", remedy, at=caller())
+def _not_dense(what: str, tensor: Any, remedy: str) -> InputError:
+    return InputError(f"{what}: expected dense tensors, got a {type(tensor).__name__}", remedy, at=caller())
