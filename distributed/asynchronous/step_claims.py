@@ -63,15 +63,11 @@ class StepClaims(CoordinatorPart):
     copied = RunsCopy
     may_be_lost = (RUN, WORKER)
 
-    @classmethod
-    def of(cls, core: CoordinatorCore) -> StepClaims:
-        pauses = core.part(StepPauses)
-        made = cls(core.records, core.part(RunProgress))
-        pauses.is_clear.append(made.is_clear)
-        return made
-
-    def __init__(self, records: DurableRecords, progress: RunProgress | None = None) -> None:
-        self._records, self.progress = records, progress or RunProgress(DurableRecords())
+    def __init__(self, core: CoordinatorCore) -> None:
+        super().__init__(core)
+        self._records = records = core.records
+        self._pauses, self.progress = core.part(StepPauses), core.part(RunProgress)
+        self._pauses.is_clear.append(self.is_clear)
         self._runs = {
             name: ClaimedRun(
                 name,
@@ -96,16 +92,16 @@ class StepClaims(CoordinatorPart):
         for run in self._runs.values():
             self._count(run)
 
-    def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def after_event(self, at_s: float) -> Sequence[Command]:
         """Hold back claims during a pause of the steps, and answer them after it."""
-        is_on = core.part(StepPauses).is_on
+        is_on = self._pauses.is_on
         return self.hold(is_on) if self.is_held != is_on else []
 
     def work_of(self, task: str) -> str:
         """Describe the steps that the task has claimed and not reported, and the workers that wait for them."""
         return "; ".join(run.describe_claim(task) for run in self._runs.values() if task in run.holding)
 
-    def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, Any]:
         """Return the progress of the workers, with the number of steps that each holds."""
         return {"workers": self.workers()}
 
@@ -147,7 +143,7 @@ class StepClaims(CoordinatorPart):
         if run.is_training:
             self.progress.count(run.name, run.done, run.total_steps)
 
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> Sequence[Command]:
         """Return the steps of all tasks that have left to the pool; then answer the requests that wait for steps."""
         runs = self._runs.values()
         replies = [reply for run in runs for one in left for reply in run.leave(one.task, one.reason)]
@@ -210,7 +206,7 @@ class StepClaims(CoordinatorPart):
         self._count(run)
         return [] if self.is_held else run.answer_waiting()
 
-    def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_tick(self, at_s: float) -> Sequence[Command]:
         """Announce the end of runs whose last worker failed `FAILURE_S` ago or earlier."""
         for name, run in self._runs.items():
             if not (run.is_abandoned and run.has_failed and self._announced.get(name) != run.done):

@@ -56,13 +56,6 @@ RETURN_S = 60.0
 #: An exchange that lasts longer is logged once, with the missing tasks, in s.
 LONG_EXCHANGE_S = 10.0
 
-#: The tasks to wait for when a group of a job forms, at a time: live, expected, or expected back.
-Expected = Callable[[str, float], tuple[str, ...]]
-#: Description of a task at a time, for an error.
-Describe = Callable[[str, float], str]
-#: The barrier at which a task waits, and the tasks that are missing there; None if it waits at none.
-AtBarrier = Callable[[str], tuple[str, frozenset[str]] | None]
-
 
 @dataclass(frozen=True)
 class Waiting(Generic[Asked]):
@@ -197,23 +190,17 @@ class ProcessGroups(CoordinatorPart):
 
     requests: ClassVar[Requests[ProcessGroups]] = HandlerTable()
 
-    @classmethod
-    def of(cls, core: CoordinatorCore) -> ProcessGroups:
-        watch = core.part(ProgressWatch)
-        return cls(
-            partial(core.members.coming, within_s=RETURN_S),
-            lambda task, at_s: watch.describe(task, at_s, core.members),
-            core.part(Barriers).waiting_at,
-        )
-
-    def __init__(self, expected: Expected, describe: Describe, at_barrier: AtBarrier = lambda task: None) -> None:
-        self._expected, self._describe, self._at_barrier = expected, describe, at_barrier
+    def __init__(self, core: CoordinatorCore) -> None:
+        super().__init__(core)
+        #: Returns the tasks to wait for when a group of a job forms, at a time: live, expected, or expected back.
+        self._expected = partial(core.members.coming, within_s=RETURN_S)
+        self._describe, self._at_barrier = core.part(ProgressWatch).describe, core.part(Barriers).waiting_at
         #: By job, the tasks that wait for a group.
         self._waiting: dict[str, dict[str, Waiting[JoinGroup]]] = {}
         #: By life of a member.
         self._groups: dict[int, _Group] = {}
 
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> list[Command]:
         """End the groups of tasks that have left, and form groups that wait for no task any longer: see `leave`."""
         return [reply for one in left for reply in self.leave(at_s, one.task, one.life, one.described)]
 
@@ -297,7 +284,7 @@ class ProcessGroups(CoordinatorPart):
             replies += _refuse(channel, "TaskLost", group.described_end)
         return replies + group.lose(group.described_end)
 
-    def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+    def on_tick(self, at_s: float) -> list[Command]:
         """Form the groups that wait for no task any longer, and refuse the requests that are past their deadlines.
 
         Logs an exchange after `LONG_EXCHANGE_S`, or refuses it if its missing members wait elsewhere.

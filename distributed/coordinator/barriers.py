@@ -17,7 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -25,18 +25,12 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Command, SendReply
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
-from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.coordinator.progress_watch import ProgressWatch
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
-
-#: The tasks of a job that are live or expected now, and the roster's version.
-Present = Callable[[str], tuple[tuple[str, ...], int]]
-#: Description of a task at a time, for an error.
-Describe = Callable[[str, float], str]
 
 
 @dataclass(frozen=True)
@@ -110,61 +104,40 @@ class _Barrier:
 
 
 class Barriers(CoordinatorPart):
-    """The barriers of one cluster, kept in `records`."""
+    """The barriers of one cluster, kept in its records."""
 
     requests: ClassVar[Requests[Barriers]] = HandlerTable()
 
-    @classmethod
-    def of(cls, core: CoordinatorCore) -> Barriers:
-        members = core.members
-        watch = core.part(ProgressWatch)
-        return cls(
-            lambda job: (members.by_job().get(job, ()), members.version),
-            lambda task, at_s: watch.describe(task, at_s, members),
-            core.records,
-        )
-
-    def __init__(self, present: Present, describe: Describe, records: DurableRecords) -> None:
-        self._present = present
-        self._describe = describe
-        self._records = records
+    def __init__(self, core: CoordinatorCore) -> None:
+        super().__init__(core)
+        self._members, self._records = core.members, core.records
+        self._describe = core.part(ProgressWatch).describe
         self._barriers = {
             name: _Barrier(name, "", record.generation, record.passed, record.until_s)
-            for name, record in records.load(_BARRIER, _Record)
+            for name, record in self._records.load(_BARRIER, _Record)
         }
-        self._forgotten = records.load_one(_FORGOTTEN, _Forgotten()).number
+        self._forgotten = self._records.load_one(_FORGOTTEN, _Forgotten()).number
 
     @requests.handles(AwaitBarrier)
-    def _await(self, request: AwaitBarrier, received: Received) -> list[SendReply]:
-        job, _ = split_task_name(request.task)
-        return self.arrive(received.at_s, received.ask, received.life, request, job)
-
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
-        """Remove the tasks that left from all barriers; see `leave`."""
-        return [reply for one in left for reply in self.leave(one.task, one.described)]
-
-    def on_tick(self, at_s: float, core: CoordinatorCore) -> list[SendReply]:
-        """Fail the arrivals past their deadline; see `tick`."""
-        return self.tick(at_s)
-
-    def arrive(self, at_s: float, ask: int, life: int, request: AwaitBarrier, job: str) -> list[SendReply]:
-        """Record the arrival of a live task of `job` at a barrier: it may open the barrier, or pass it.
+    def arrive(self, request: AwaitBarrier, received: Received) -> list[SendReply]:
+        """Record the arrival of a live task at a barrier: it may open the barrier, or pass it.
 
         A repeated arrival at a passed barrier gets the same answer. An earlier arrival of the task that still waits is
         refused with RemoteError.
         """
-        name, task = request.name, request.task
+        name, task, life = request.name, request.task, received.life
+        job, _ = split_task_name(task)
         barrier = self._barriers.setdefault(name, _Barrier(name, job, _Generation(self._forgotten)))
         barrier.job = job
         if barrier.passed.arrivals.get(task) == (life, request.number):
-            return [SendReply(ask, _answer(barrier.passed.generation))]
+            return [SendReply(received.ask, _answer(barrier.passed.generation))]
         again = Failure("RemoteError", f"{short_task_name(task)} has come to barrier {name!r} again")
         replies = _refuse(barrier, [task], again)
-        until_s = at_s + request.timeout_s
+        until_s = received.at_s + request.timeout_s
         barrier.until_s = max(barrier.until_s, until_s)
         if not barrier.generation.members:
             self._open(barrier)
-        barrier.waiting[task] = _BarrierArrival(ask, life, request, until_s)
+        barrier.waiting[task] = _BarrierArrival(received.ask, life, request, until_s)
         return replies + self._pass_if_complete(barrier)
 
     def waiting_at(self, task: str) -> tuple[str, frozenset[str]] | None:
@@ -172,15 +145,16 @@ class Barriers(CoordinatorPart):
         found = next((barrier for barrier in self._barriers.values() if task in barrier.waiting), None)
         return None if found is None else (found.name, frozenset(found.missing()))
 
-    def leave(self, task: str, why: str) -> list[SendReply]:
-        """Remove a task that left from all barriers; its own arrivals fail with TaskLost and `why`.
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> list[Command]:
+        """Remove the tasks that left from all barriers; their own arrivals fail with TaskLost.
 
         A barrier where it was missing may pass. A barrier where a member waits with `fails_on_leave` fails: all members
         there get TaskLost.
         """
-        return [reply for barrier in self._barriers.values() for reply in self._leave(barrier, task, why)]
+        at = [(barrier, one) for one in left for barrier in self._barriers.values()]
+        return [reply for barrier, one in at for reply in self._leave(barrier, one.task, one.described)]
 
-    def tick(self, at_s: float) -> list[SendReply]:
+    def on_tick(self, at_s: float) -> list[SendReply]:
         """Fail all arrivals past their deadline with DeadlineExceeded, and forget the barriers that are over."""
         replies = [reply for barrier in self._barriers.values() for reply in self._expire(barrier, at_s)]
         for name in [name for name, barrier in self._barriers.items() if barrier.is_over(at_s)]:
@@ -188,8 +162,8 @@ class Barriers(CoordinatorPart):
         return replies
 
     def _open(self, barrier: _Barrier) -> None:
-        members, version = self._present(barrier.job)
-        self._set(barrier, _Generation(barrier.generation.number + 1, version, members))
+        members = self._members.by_job().get(barrier.job, ())
+        self._set(barrier, _Generation(barrier.generation.number + 1, self._members.version, members))
 
     def _pass_if_complete(self, barrier: _Barrier) -> list[SendReply]:
         replies: list[SendReply] = []

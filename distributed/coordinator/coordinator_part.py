@@ -56,7 +56,6 @@ class Received(msgspec.Struct, frozen=True, gc=False):
     peer: int
     ask: int
     life: int
-    core: CoordinatorCore
 
 
 #: The handlers of a part's requests return the reply, or commands with its `SendReply` now or later.
@@ -66,6 +65,8 @@ Notices = HandlerTable[Kind, Received, Sequence[Command]]
 
 class CoordinatorPart:
     """A subject's part of the coordinator. Each hook does nothing unless a part defines it.
+
+    Construction takes what lasts from the records that an earlier process of the coordinator wrote.
 
     `requests`, `notices`  the handlers of its messages
     `copied`               class of the result of `copy`; None if a snapshot has nothing of the part
@@ -82,16 +83,14 @@ class CoordinatorPart:
     tells: ClassVar[Mapping[type[Message], str]] = {}
     moments: ClassVar[Mapping[type[Message] | str, str]] = {}
 
-    @classmethod
-    def of(cls: type[Kind], core: CoordinatorCore) -> Kind:
-        """Make the part, from the records that an earlier process of the coordinator wrote."""
-        return cls()
+    def __init__(self, core: CoordinatorCore) -> None:
+        self._core = core
 
-    def on_start(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_start(self, at_s: float) -> Sequence[Command]:
         """React to the start of the coordinator."""
         return []
 
-    def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_join(self, task: str, peer: int, is_known: bool, at_s: float) -> Sequence[Command]:
         """React to a task that joined; `is_known` if its process was a member of this cluster before."""
         return []
 
@@ -99,15 +98,15 @@ class CoordinatorPart:
         """React to a heartbeat of a live task."""
         return []
 
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> Sequence[Command]:
         """React to tasks that left, all at the same time."""
         return []
 
-    def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_tick(self, at_s: float) -> Sequence[Command]:
         """React to a tick, for instance by failing waits past their deadline."""
         return []
 
-    def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def after_event(self, at_s: float) -> Sequence[Command]:
         """Decide what follows from an event, after all parts have reacted to it."""
         return []
 
@@ -119,7 +118,7 @@ class CoordinatorPart:
         """Describe the work that a task has taken on and not reported; empty if there is none."""
         return ""
 
-    def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, Any]:
         """Return the part's fields of a `Status`, by name."""
         return {}
 

@@ -91,7 +91,7 @@ class CoordinatorState:
         self.core = core = CoordinatorCore(self._settings, self._jobs, records)
         self._members, self._directory = core.members, core.directory
         for kind in self._kinds:
-            core.parts.append(kind.of(core))
+            core.parts.append(kind(core))
         self._requests = _bound((REQUESTS, self), *((part.requests, part) for part in core.parts))
         self._notices = _bound((NOTICES, self), *((part.notices, part) for part in core.parts))
         self._has_lost_state = False
@@ -115,7 +115,7 @@ class CoordinatorState:
         """Apply the event and return the commands for the shell, in order."""
         commands = self._decide(event)
         for part in self.core.parts:
-            commands += part.after_event(event.at_s, self.core)
+            commands += part.after_event(event.at_s)
         self.core.news.note(event.at_s, commands)
         if self._records.changed:
             self._marks.written()  # before `take_changes`, since the revision is a record too
@@ -136,12 +136,12 @@ class CoordinatorState:
                 self._started = event
                 return self._start(event)
             case Asked(at_s, peer, ask, message):
-                return self._asked(message, Received(at_s, peer, ask, self._life(message), self.core))
+                return self._asked(message, Received(at_s, peer, ask, self._life(message)))
             case Told(at_s, peer, message):
                 handle = self._notices.get(type(message))
                 if handle is None or self._refusal(peer, message):
                     return []
-                return [*handle(message, Received(at_s, peer, 0, self._life(message), self.core))]
+                return [*handle(message, Received(at_s, peer, 0, self._life(message)))]
             case PeerClosed(at_s, peer, reason):
                 self._joining = [one for one in self._joining if one[1].peer != peer]
                 self._members.lose(at_s, peer, reason)
@@ -151,7 +151,7 @@ class CoordinatorState:
                     return self._begin_another(at_s)
                 commands = self._follow(at_s, self._members.tick(at_s, self._directory.holds_state))
                 for part in self.core.parts:
-                    commands += part.on_tick(at_s, self.core)
+                    commands += part.on_tick(at_s)
                 return commands
 
     def _life(self, message: Message) -> int:
@@ -162,7 +162,7 @@ class CoordinatorState:
     def _start(self, started: Started) -> list[Command]:
         self._marks.started(started.cluster)
         self._members.start(started.at_s, started.cluster)
-        return [command for part in self.core.parts for command in part.on_start(started.at_s, self.core)]
+        return [command for part in self.core.parts for command in part.on_start(started.at_s)]
 
     def _begin_another(self, at_s: float) -> list[Command]:
         """Begin another cluster, with the records that the parts inherit of the ended one; handle joins that waited."""
@@ -180,8 +180,7 @@ class CoordinatorState:
         return joining
 
     def _join_again(self, joining: Sequence[tuple[Join, Received]]) -> list[Command]:
-        waited = ((join, msgspec.structs.replace(received, core=self.core)) for join, received in joining)
-        return [command for join, received in waited for command in self._asked(join, received)]
+        return [command for join, received in joining for command in self._asked(join, received)]
 
     def _asked(self, message: Message, received: Received) -> list[Command]:
         what = type(message).__name__
@@ -212,7 +211,7 @@ class CoordinatorState:
         roster = self._members.roster()
         fields: dict[str, Any] = {}
         for part in self.core.parts:
-            fields |= part.status(self.core)
+            fields |= part.status()
         return Status(
             now_s=at_s,
             tasks=roster.tasks,
@@ -260,7 +259,7 @@ class CoordinatorState:
         change = self._members.changes_since(join.since) if is_known and join.since else None
         commands = [SendReply(received.ask, change or self._members.roster()), *self._follow(received.at_s, decided)]
         for part in self.core.parts:
-            commands += part.on_join(join.task, received.peer, is_known, received.at_s, self.core)
+            commands += part.on_join(join.task, received.peer, is_known, received.at_s)
         return commands
 
     def _refuse_newer(self, received: Received, join: Join, missing: str) -> list[Command]:
@@ -294,7 +293,7 @@ class CoordinatorState:
         left = [command for command in decided if isinstance(command, ReleaseTask)]
         commands: list[Command] = [command for command in decided if not isinstance(command, ReleaseTask)]
         for part in self.core.parts if left else ():
-            commands += part.on_leave(left, at_s, self.core)
+            commands += part.on_leave(left, at_s)
         return commands
 
 

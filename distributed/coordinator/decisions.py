@@ -17,7 +17,6 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Command
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received, Requests
-from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import NORMAL_ENDS, ReleaseTask
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.coordination import Decided, DecideOnce, Elected, ElectOnce
@@ -36,16 +35,13 @@ class _Office(msgspec.Struct, frozen=True):
 
 
 class Decisions(CoordinatorPart):
-    """The decisions and elections of one cluster, kept in `records`."""
+    """The decisions and elections of one cluster, kept in its records."""
 
     requests: ClassVar[Requests[Decisions]] = HandlerTable()
 
-    @classmethod
-    def of(cls, core: CoordinatorCore) -> Decisions:
-        return cls(core.records)
-
-    def __init__(self, records: DurableRecords) -> None:
-        self._records = records
+    def __init__(self, core: CoordinatorCore) -> None:
+        super().__init__(core)
+        self._records = records = core.records
         self._values = {what: found.value for what, found in records.load(_DECISION, _Decision)}
         self._offices = dict(records.load(_OFFICE, _Office))
 
@@ -68,7 +64,7 @@ class Decisions(CoordinatorPart):
             office = self._set(what, _Office(task, life))
         return (office.task, office.life) == (task, life)
 
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> Sequence[Command]:
         """Void the elections of tasks that have left, unless by a normal end."""
         failed = {one.life for one in left if one.reason not in NORMAL_ENDS}
         for what, office in self._offices.items():

@@ -30,7 +30,8 @@ OTHERS = "all other edges"
 class TaskTotals(CoordinatorPart):
     """The traffic and the costs of steps that the tasks of one cluster reported."""
 
-    def __init__(self) -> None:
+    def __init__(self, core: CoordinatorCore) -> None:
+        super().__init__(core)
         #: The newest traffic of each live task, by life, and the sum for the tasks that have left.
         self._traffic: dict[int, tuple[EdgeTraffic, ...]] = {}
         self._kept: tuple[EdgeTraffic, ...] = ()
@@ -47,13 +48,13 @@ class TaskTotals(CoordinatorPart):
             self._heard[heartbeat.task] = (life, first if last == life else heartbeat, heartbeat)
         return []
 
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> Sequence[Command]:
         """Add the traffic of tasks that have left to the sum of those."""
         for one in left:
             self._kept = _summed((*self._kept, *self._traffic.pop(one.life, ())))
         return []
 
-    def status(self, core: CoordinatorCore) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return the largest traffic, in order of first report if it has few edges, and the costs by task.
 
         A task that has ended no part between two heartbeats has no costs.

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -93,12 +92,9 @@ class ClusterSnapshots(CoordinatorPart):
     tells: ClassVar = {CaptureState: EPOCH, SnapshotCommitted: SNAPSHOT, Saved: SNAPSHOT}
     moments: ClassVar = {CaptureState: "capture", SNAPSHOT: "commit"}
 
-    @classmethod
-    def of(cls, core: CoordinatorCore) -> ClusterSnapshots:
-        return cls(core)
-
     def __init__(self, core: CoordinatorCore) -> None:
-        self._core, self._members, self._directory = core, core.members, core.directory
+        super().__init__(core)
+        self._members, self._directory = core.members, core.directory
         self._pauses, self._watch = core.part(StepPauses), core.part(ProgressWatch)
         self.schedule = SnapshotSchedule(core.settings.snapshot_every_s)
         self.counted = core.records.load_one(EPOCH, Epoch())
@@ -120,7 +116,7 @@ class ClusterSnapshots(CoordinatorPart):
         """Return the records of a cluster that resumes the newest snapshot in `rows`, or begins without state."""
         return resumed(rows, newest_snapshot(rows), parts)
 
-    def status(self, core: CoordinatorCore) -> Mapping[str, SnapshotSize | None]:
+    def status(self) -> Mapping[str, SnapshotSize | None]:
         """Return the size of the newest snapshot; None until this process of the coordinator has committed one."""
         return {"snapshot": self._size}
 
@@ -132,7 +128,7 @@ class ClusterSnapshots(CoordinatorPart):
     def _enter(self, phase: SnapshotPhase, at_s: float) -> None:
         self.phase, self.since_s = phase, at_s
 
-    def on_tick(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_tick(self, at_s: float) -> Sequence[Command]:
         """Ask for a pause when it is time for the next snapshot; abandon a snapshot that takes too long."""
         if late := self._late(at_s):
             return self.abandon(at_s, late, least_s=AFTER_PAUSE_S if self.phase is SnapshotPhase.PAUSING else 0.0)
@@ -142,12 +138,11 @@ class ClusterSnapshots(CoordinatorPart):
 
     def _late(self, at_s: float) -> str:
         """Return why the snapshot that is being made takes too long; empty if it does not."""
-        doing = partial(self._watch.doing, members=self._members)
         waited_s, attempt = at_s - self.since_s, self._attempt
         match self.phase:
             # A task that leaves waits as long as it can: it ends the attempt itself, as it leaves.
             case SnapshotPhase.PAUSING if waited_s > PAUSE_S and not self.leaving:
-                return overdue(self._pauses.waits_for, BUSY, PAUSE_S, doing)
+                return overdue(self._pauses.waits_for, BUSY, PAUSE_S, self._watch.doing)
             case SnapshotPhase.CAPTURING if waited_s > CAPTURE_S:
                 return overdue(attempt.uncaptured, "did not capture its state within", CAPTURE_S)
             case SnapshotPhase.WRITING if waited_s > WRITE_S:
@@ -186,7 +181,7 @@ class ClusterSnapshots(CoordinatorPart):
         self._attempt.reports.append(report)
         return []
 
-    def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_join(self, task: str, peer: int, is_known: bool, at_s: float) -> Sequence[Command]:
         """Abandon the snapshot that is being made if its capture may not be of one moment any more.
 
         That is so if an earlier process of the task has captured a part, or if the process joins again (`is_known`)
@@ -198,7 +193,7 @@ class ClusterSnapshots(CoordinatorPart):
             task, at_s, may_have_begun_a_step=is_known and self.phase is SnapshotPhase.CAPTURING
         )
 
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> list[Command]:
         """Abandon the snapshot that is being made if a task that has left has a part of it.
 
         Also forget that these tasks announced their leave, unless the pause goes on for them (HOLDING).
@@ -262,7 +257,7 @@ class ClusterSnapshots(CoordinatorPart):
 
     # Decisions.
 
-    def after_event(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+    def after_event(self, at_s: float) -> list[Command]:
         """Go on with the present snapshot, or begin one for a leave; answer requests whose change is saved."""
         return [*self._go_on(at_s), *self._answer_saved(at_s)]
 

@@ -81,12 +81,9 @@ class Recovery(CoordinatorPart):
     tells: ClassVar = {LoadState: EPOCH}
     moments: ClassVar = {LoadState: "restore"}
 
-    @classmethod
-    def of(cls, core: CoordinatorCore) -> Recovery:
-        return cls(core)
-
     def __init__(self, core: CoordinatorCore) -> None:
-        self._core, self._members, self._directory = core, core.members, core.directory
+        super().__init__(core)
+        self._members, self._directory = core.members, core.directory
         self._pauses, self._snapshots = core.part(StepPauses), core.part(ClusterSnapshots)
         self.phase = ReturnPhase.NONE
         #: Why lost state cannot be restored, if it is hopeless.
@@ -117,17 +114,17 @@ class Recovery(CoordinatorPart):
 
     # Events.
 
-    def on_start(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+    def on_start(self, at_s: float) -> list[Command]:
         """Log the snapshot that the cluster resumes, if any, and find tasks in it that are not expected here."""
         committed = self._snapshots.committed
         if not self._snapshots.counted.is_resuming:
             return []
-        if core.jobs:
-            expected = {task_name(job, index) for job, count in core.jobs.items() for index in range(count)}
+        if self._core.jobs:
+            expected = {task_name(job, index) for job, count in self._core.jobs.items() for index in range(count)}
             self._unexpected = tuple(task for task in committed.tasks if task not in expected)
         return [Log(f"resuming {committed.described(at_s)} load it when all have joined")]
 
-    def on_tick(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+    def on_tick(self, at_s: float) -> list[Command]:
         """Abandon a return whose tasks take longer than LOAD_S to read or set their parts.
 
         End the pause for a task that announced to leave and did not come back within RETURN_S.
@@ -154,7 +151,7 @@ class Recovery(CoordinatorPart):
         self.why = why
         return [Log(why), *self._release(ReturnPhase.HOPELESS)]
 
-    def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> list[Command]:
+    def on_join(self, task: str, peer: int, is_known: bool, at_s: float) -> list[Command]:
         """Have a task that joins read its part for the present return, if it takes part in it.
 
         A new process in the phase SETTING begins the return again. Any join lets a return that has failed be tried
@@ -170,7 +167,7 @@ class Recovery(CoordinatorPart):
             return []
         return self._load([task])
 
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> list[Command]:
         """If a task that has left is in the present return, wait for its next process."""
         for one in left:
             self._repeat(one.task)
@@ -207,11 +204,11 @@ class Recovery(CoordinatorPart):
 
     # Decisions.
 
-    def after_event(self, at_s: float, core: CoordinatorCore) -> list[Command]:
+    def after_event(self, at_s: float) -> list[Command]:
         """Begin a return when state is lost, or go on with it; answer requests for recovery; go on with the pauses."""
         commands = [*self._go_on(at_s), *self._answered(at_s)]
         # This part and `ClusterSnapshots` have asked for pauses and ended some in this event.
-        return [*commands, *self._pauses.after_event(at_s, core)]
+        return [*commands, *self._pauses.after_event(at_s)]
 
     def _go_on(self, at_s: float) -> list[Command]:
         commands: list[Command] = []

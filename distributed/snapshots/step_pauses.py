@@ -36,13 +36,8 @@ class StepPauses(CoordinatorPart):
     requests: ClassVar[Requests[StepPauses]] = HandlerTable()
     notices: ClassVar[Notices[StepPauses]] = HandlerTable()
 
-    @classmethod
-    def of(cls, core: CoordinatorCore) -> StepPauses:
-        return cls(core.members.connections)
-
-    def __init__(self, live: Callable[[], Mapping[str, int | None]]) -> None:
-        #: Returns the connections of the live tasks, None for tasks that are away.
-        self._live = live
+    def __init__(self, core: CoordinatorCore) -> None:
+        super().__init__(core)
         #: From each part that knows of such steps, a function of the task that asks for a pause: whether no step of a
         #: dead worker, or one that failed, may be applied on some tasks only. Steps of the asking task do not count.
         self.is_clear: list[Callable[[str], bool]] = []
@@ -74,7 +69,7 @@ class StepPauses(CoordinatorPart):
             self._waits_for.discard(report.task)
         return []
 
-    def on_join(self, task: str, peer: int, is_known: bool, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_join(self, task: str, peer: int, is_known: bool, at_s: float) -> Sequence[Command]:
         """During a pause, have a task that joins or joins again hold its steps; a pause that was reached is broken."""
         if not self.is_on:
             return []
@@ -82,12 +77,12 @@ class StepPauses(CoordinatorPart):
         self._waits_for.add(task)
         return [self._hold({task: peer})]
 
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> list[Command]:
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> list[Command]:
         """Wait no more for tasks that have left; end their pauses, and withdraw their requests."""
         self._waits_for.difference_update(one.task for one in left)
         return [command for one in left for command in self.withdraw(one.task)]
 
-    def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def after_event(self, at_s: float) -> Sequence[Command]:
         """Go on with the first request; see `go_on`."""
         if not self._requests:
             return []
@@ -138,8 +133,8 @@ class StepPauses(CoordinatorPart):
         is_clear = is_clear or self.first == self._urgent
         if self._requests and not self.is_on and is_clear:
             self._number += 1
-            self.is_on, self._is_broken, self._waits_for = True, False, {*self._live()}
-            commands = [self._hold(self._live())]
+            self.is_on, self._is_broken, self._waits_for = True, False, {*self._core.members.connections()}
+            commands = [self._hold(self._core.members.connections())]
         elif self.is_on and not self._is_reached and not is_clear:
             return self._end()
         if self.is_on and not self._is_reached and not self._waits_for:
@@ -153,7 +148,7 @@ class StepPauses(CoordinatorPart):
 
         A step may have begun to wait for a queue after the first message.
         """
-        return [self._hold(self._live())] if self.is_on and not self._is_reached else []
+        return [self._hold(self._core.members.connections())] if self.is_on and not self._is_reached else []
 
     def withdraw(self, task: str) -> list[Command]:
         """End the pause of a task, or withdraw its request for one. `go_on` must follow."""
@@ -166,7 +161,7 @@ class StepPauses(CoordinatorPart):
         self._waits_for = set()
         if self._urgent in self._requests:
             self._requests = {self._urgent: self._requests.pop(self._urgent), **self._requests}
-        return [_broadcast(self._live(), HoldSteps(0))]
+        return [_broadcast(self._core.members.connections(), HoldSteps(0))]
 
     def _hold(self, live: Mapping[str, int | None]) -> Broadcast:
         return _broadcast(live, HoldSteps(self._number, self.first == self._urgent))

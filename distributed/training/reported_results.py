@@ -9,7 +9,6 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Command
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
-from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.training.work_messages import TrainingEvent
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.basic import Ok
@@ -24,18 +23,15 @@ class _Result(msgspec.Struct, frozen=True):
 
 
 class ReportedResults(CoordinatorPart):
-    """The newest results of one cluster, by name, kept in `records`."""
+    """The newest results of one cluster, by name, kept in its records."""
 
     requests: ClassVar[Requests[ReportedResults]] = HandlerTable()
     notices: ClassVar[Notices[ReportedResults]] = HandlerTable()
     may_be_lost = (_RESULT,)
 
-    @classmethod
-    def of(cls, core: CoordinatorCore) -> ReportedResults:
-        return cls(core.records)
-
-    def __init__(self, records: DurableRecords) -> None:
-        self._records, self._results = records, dict(records.load(_RESULT, _Result))
+    def __init__(self, core: CoordinatorCore) -> None:
+        super().__init__(core)
+        self._results = dict(core.records.load(_RESULT, _Result))
 
     @requests.handles(Report)
     def _report(self, report: Report, received: Received) -> Ok:
@@ -46,14 +42,14 @@ class ReportedResults(CoordinatorPart):
     def _note(self, told: TrainingEvent, received: Received) -> Sequence[Command]:
         for name, value in told.metrics.items():
             self._put(f"{told.kind}/{name}", _Result(value, told.steps))
-        received.core.news.add(received.at_s, told.kind, told.task, told.text)
+        self._core.news.add(received.at_s, told.kind, told.task, told.text)
         return []
 
     def _put(self, name: str, result: _Result) -> None:
         self._results[name] = result
-        self._records.put(_RESULT + name, result)
+        self._core.records.put(_RESULT + name, result)
 
-    def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, Any]:
         """Return the results by name, and the numbers of steps after which evaluations and checkpoints were made."""
         return {
             "results": {name: result.value for name, result in self._results.items()},

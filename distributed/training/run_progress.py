@@ -40,18 +40,15 @@ class ProgressCopy(msgspec.Struct, frozen=True):
 
 
 class RunProgress(CoordinatorPart):
-    """The progress of one cluster's runs, kept in `records`."""
+    """The progress of one cluster's runs, kept in its records."""
 
     notices: ClassVar[Notices[RunProgress]] = HandlerTable()
     copied = ProgressCopy
     may_be_lost = (_PLAN, _PROGRESS, _NOT_FINITE, _ROUNDS)
 
-    @classmethod
-    def of(cls, core: CoordinatorCore) -> RunProgress:
-        return cls(core.records)
-
-    def __init__(self, records: DurableRecords) -> None:
-        self._records = records
+    def __init__(self, core: CoordinatorCore) -> None:
+        super().__init__(core)
+        self._records = records = core.records
         self._workers = dict(records.load(_PROGRESS, WorkerProgress))
         #: The first loss that is not finite of each run and name.
         self._not_finite = {(one.run, one.metric): one for _, one in records.load(_NOT_FINITE, NotFinite)}
@@ -66,10 +63,10 @@ class RunProgress(CoordinatorPart):
 
     @notices.handles(RoundsDone)
     def _note_rounds(self, report: RoundsDone, received: Received) -> Sequence[Command]:
-        self.note_rounds(report, received.core.part(ClusterSnapshots).counted.undone)
+        self.note_rounds(report, self._core.part(ClusterSnapshots).counted.undone)
         return []
 
-    def after_event(self, at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def after_event(self, at_s: float) -> Sequence[Command]:
         """Return commands that log the texts of `take_news`."""
         return [*map(Log, self.take_news())]
 
@@ -78,7 +75,7 @@ class RunProgress(CoordinatorPart):
         news, self.news = self.news, []
         return news
 
-    def status(self, core: CoordinatorCore) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, Any]:
         """Return the numbers of steps done and of all steps, and the first losses that are not finite."""
         done, total = self.steps(self.counts())
         return {"steps_done": done, "steps_total": total, "not_finite": tuple(self._not_finite.values())}

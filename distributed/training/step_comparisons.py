@@ -58,7 +58,8 @@ class StepComparisons(CoordinatorPart):
 
     requests: ClassVar[Requests[StepComparisons]] = HandlerTable()
 
-    def __init__(self) -> None:
+    def __init__(self, core: CoordinatorCore) -> None:
+        super().__init__(core)
         self._runs: dict[str, _Run] = {}
 
     @requests.handles(CompareStep)
@@ -84,10 +85,10 @@ class StepComparisons(CoordinatorPart):
             known.append(_Described(request.digest, request.items, {request.task: None}))
             return [SendReply(ask, StepCompared(True))]
         run.refusal = _difference(known[0], request)
-        told = Broadcast(received.core.members.live_peers(), RunRefused(request.run, run.refusal))
+        told = Broadcast(self._core.members.live_peers(), RunRefused(request.run, run.refusal))
         return [SendReply(ask, Failure("StrategyError", run.refusal)), told]
 
-    def on_leave(self, left: Sequence[ReleaseTask], at_s: float, core: CoordinatorCore) -> Sequence[Command]:
+    def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> Sequence[Command]:
         """Forget the descriptions that only failed tasks have sent, and the runs of which no other task is left."""
         for task in [one.task for one in left if one.reason not in NORMAL_ENDS]:
             for name, run in [*self._runs.items()]:

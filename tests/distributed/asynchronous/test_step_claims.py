@@ -10,16 +10,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dflow.distributed.asynchronous.claimed_run import FIRST_CLAIM, LARGEST_CLAIM
 from dflow.distributed.asynchronous.step_claims import FAILURE_S, StepClaims
 from dflow.distributed.coordinator.coordinator_events import SendReply
-from dflow.distributed.coordinator.coordinator_part import Received
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorSettings, Received
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import ReleaseTask
+from dflow.distributed.snapshots.step_pauses import StepPauses
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.training.work_messages import Claimed, ClaimSteps, StepsDone, TrainingPlan
 from dflow.distributed.wire.messages.basic import Failure
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
-NONE: Any = None
+
+
+def core_of(records: DurableRecords) -> CoordinatorCore:
+    return CoordinatorCore(CoordinatorSettings(), {}, records)
 
 
 def done_in(claims: StepClaims) -> int:
@@ -37,14 +41,19 @@ def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) 
 class Ledger(StepClaims):
     """The claims, by the number of the request."""
 
+    def __init__(self, records: DurableRecords, progress: RunProgress | None = None) -> None:
+        core = core_of(records)
+        core.parts += [StepPauses(core), progress or RunProgress(core_of(DurableRecords()))]
+        super().__init__(core)
+
     def ask(self, ask: int, claim: ClaimSteps) -> list[Any]:
-        return [*self.claim(claim, Received(0.0, 0, ask, 0, NONE))]
+        return [*self.claim(claim, Received(0.0, 0, ask, 0))]
 
     def leave(self, task: str) -> list[Any]:
-        return [*self.on_leave([ReleaseTask(task, 0, "killed")], 0.0, NONE)]
+        return [*self.on_leave([ReleaseTask(task, 0, "killed")], 0.0)]
 
     def tick(self, at_s: float) -> None:
-        self.on_tick(at_s, NONE)
+        self.on_tick(at_s)
 
 
 class Numbered:
@@ -326,7 +335,7 @@ def test_the_end_of_a_run_whose_last_worker_failed_is_announced_after_its_error(
 
 @pytest.mark.parametrize(("total", "is_over", "says"), [(4, False, True), (8, False, False), (8, True, True)])
 def test_a_trainer_repeats_its_parts_until_it_has_ended(total: int, is_over: bool, says: bool) -> None:
-    plans = RunProgress(DurableRecords())
+    plans = RunProgress(core_of(DurableRecords()))
     ledger = Ledger(DurableRecords(), plans)
     before = ledger.copy()
     plans.note_plan(TrainingPlan("run", A, 0, total, is_over))

@@ -52,9 +52,10 @@ class Room:
         self.coming = set(tasks)
         #: The barrier at which each task waits, and the tasks that are missing there.
         self.waiting: dict[str, tuple[str, frozenset[str]]] = {}
-        self.groups = ProcessGroups(
-            lambda job, at_s: tuple(self.coming), lambda task, at_s: f"<{task[-1]}>", self.waiting.get
-        )
+        members = SimpleNamespace(coming=lambda job, at_s, within_s: tuple(self.coming))
+        part = SimpleNamespace(describe=lambda task, at_s: f"<{task[-1]}>", waiting_at=self.waiting.get)
+        core: Any = SimpleNamespace(members=members, part=lambda kind: part)
+        self.groups = ProcessGroups(core)
 
     def join(self, ask: int, task: str, at_s: float = 0.0) -> list[Command]:
         return [*self.groups.join(JoinGroup(task, 60.0), self.received(ask, task, at_s))]
@@ -71,10 +72,10 @@ class Room:
         return [*self.groups.exchange(request, self.received(ask, task, at_s))]
 
     def received(self, ask: int, task: str, at_s: float = 0.0) -> Received:
-        return Received(at_s, 0, ask, self.lives[task], None)  # type: ignore[arg-type]
+        return Received(at_s, 0, ask, self.lives[task])
 
     def tick(self, at_s: float) -> list[Command]:
-        return self.groups.on_tick(at_s, None)  # type: ignore[arg-type]
+        return self.groups.on_tick(at_s)
 
 
 def texts(replies: Sequence[Command]) -> list[str]:

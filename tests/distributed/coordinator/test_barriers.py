@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,7 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.barriers import ASKED_AGAIN_S, Barriers
 from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.coordinator.coordinator_part import Received
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
+from dflow.distributed.coordinator.membership import ReleaseTask
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.transport.base import PendingReply
 from dflow.distributed.transport.memory import MemoryNetwork
@@ -29,15 +33,15 @@ SOON_S = 20.0
 class Room:
     def __init__(self, *tasks: str) -> None:
         self.tasks = list(tasks)
-        self.version = 7
+        self.members = SimpleNamespace(version=7, by_job=lambda: {"worker": tuple(self.tasks)})
         self.rows: dict[str, bytes] = {}
         self.make()
 
     def make(self) -> None:
         self.records = DurableRecords(self.rows)
-        self.barriers = Barriers(
-            lambda job: (tuple(self.tasks), self.version), lambda task, at_s: f"{task} at {at_s:g} s", self.records
-        )
+        watch = SimpleNamespace(describe=lambda task, at_s: f"{task} at {at_s:g} s")
+        core: Any = SimpleNamespace(members=self.members, records=self.records, part=lambda kind: watch)
+        self.barriers = Barriers(core)
 
     def restart(self) -> None:
         apply_changes(self.rows, self.records.take_changes())
@@ -45,7 +49,7 @@ class Room:
 
     def arrive(self, ask: int, task: str, at_s: float = 0.0, life: int = 0, **rest: object) -> list[SendReply]:
         request = AwaitBarrier("b", task, ask, 10.0, **rest)  # type: ignore[arg-type]
-        return self.barriers.arrive(at_s, ask, life, request, "worker")
+        return self.barriers.arrive(request, Received(at_s, 0, ask, life))
 
 
 def text(reply: SendReply) -> str:
@@ -57,9 +61,9 @@ def test_a_barrier_is_forgotten_when_nobody_can_ask_again_about_an_arrival() -> 
     room = Room(A, B)
     room.arrive(1, A, at_s=0.0)
     passed = room.arrive(2, B, at_s=5.0)
-    assert room.barriers.tick(5.0 + 10.0 + ASKED_AGAIN_S - 1) == []
+    assert room.barriers.on_tick(5.0 + 10.0 + ASKED_AGAIN_S - 1) == []
     assert room.arrive(2, B, at_s=70.0) == [passed[1]], "the same arrival, asked again"
-    room.barriers.tick(80.0)
+    room.barriers.on_tick(80.0)
     apply_changes(room.rows, room.records.take_changes())
     assert [key for key in room.rows if key.startswith("barrier/")] == []
     room.make()
@@ -72,9 +76,9 @@ def test_a_barrier_at_which_somebody_waits_is_not_forgotten() -> None:
     room.arrive(1, A, at_s=0.0)
     room.arrive(2, B, at_s=0.0)
     room.arrive(3, A, at_s=70.0)
-    room.barriers.tick(75.0)
+    room.barriers.on_tick(75.0)
     room.restart()
-    room.barriers.tick(75.0 + ASKED_AGAIN_S)
+    room.barriers.on_tick(75.0 + ASKED_AGAIN_S)
     assert room.arrive(3, A, at_s=75.0 + ASKED_AGAIN_S) == []
     assert room.arrive(4, B, at_s=75.0 + ASKED_AGAIN_S)[0] == SendReply(3, BarrierPassed(2, 7, (A, B)))
 
@@ -90,15 +94,15 @@ def test_a_task_that_waited_for_too_long_is_told_who_is_missing() -> None:
     room = Room(A, B, C)
     room.arrive(1, A, at_s=0.0)
     room.arrive(2, B, at_s=5.0)
-    assert room.barriers.tick(9.9) == []
-    [late] = room.barriers.tick(10.0)
+    assert room.barriers.on_tick(9.9) == []
+    [late] = room.barriers.on_tick(10.0)
     assert late.ask == 1
     assert text(late) == (
         "DeadlineExceeded: worker:0 waited 10 s at barrier 'b' for 1 of 3 tasks: /job:worker/task:2 at 10 s"
     )
     assert room.arrive(3, C, at_s=11.0) == [], "the first waits no more"
-    assert [reply.ask for reply in room.barriers.tick(15.0)] == [2]
-    assert [reply.ask for reply in room.barriers.tick(21.0)] == [3]
+    assert [reply.ask for reply in room.barriers.on_tick(15.0)] == [2]
+    assert [reply.ask for reply in room.barriers.on_tick(21.0)] == [3]
     room.tasks = [A]
     assert room.arrive(4, A) == [SendReply(4, BarrierPassed(2, 7, (A,)))], "nobody waited in the first generation"
 
@@ -108,11 +112,11 @@ def test_a_task_that_came_too_late_is_told_so_when_it_waited_in_vain() -> None:
     room.arrive(1, A, at_s=5.0)
     room.tasks = [A, B, C]
     room.arrive(2, C, at_s=0.0)
-    [late] = room.barriers.tick(10.0)
+    [late] = room.barriers.on_tick(10.0)
     assert "worker:2 waited 10 s at barrier 'b', which had begun before it joined, for 1 of 2 tasks" in text(late)
     many = Room(*(f"/job:worker/task:{index}" for index in range(30)))
     many.arrive(1, A)
-    [late] = many.barriers.tick(10.0)
+    [late] = many.barriers.on_tick(10.0)
     assert "for 29 of 30 tasks: /job:worker/task:1 at 10 s, " in text(late)
     assert text(late).endswith(" and 9 more")
 
@@ -166,10 +170,10 @@ class RandomRoom(RuleBasedStateMachine):
 
     @rule(task=st.sampled_from([A, B, C]))
     def leave_or_join(self, task: str) -> None:
-        self.room.version += 1
+        self.room.members.version += 1
         if task in self.room.tasks:
             self.room.tasks.remove(task)
-            self.take(self.room.barriers.leave(task, "left"))
+            self.take(self.room.barriers.on_leave([ReleaseTask(task, 0, "killed")], self.at_s))
             assert task not in {name for name, _, _ in self.open.values()}, "one that left is answered"
         else:
             self.room.tasks.append(task)
@@ -178,7 +182,7 @@ class RandomRoom(RuleBasedStateMachine):
     @rule(pause_s=st.integers(1, 6))
     def wait(self, pause_s: int) -> None:
         self.at_s += pause_s
-        self.take(self.room.barriers.tick(self.at_s))
+        self.take(self.room.barriers.on_tick(self.at_s))
         assert all(until_s > self.at_s for _, _, until_s in self.open.values())
 
     @rule()

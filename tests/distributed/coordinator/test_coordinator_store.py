@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.coordinator.coordinator_events import Asked, Log, Persist, SendReply, Started
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
 from dflow.distributed.coordinator.decisions import Decisions
@@ -357,11 +358,11 @@ def test_no_snapshot_is_made_while_the_records_are_not_written() -> None:
 
 def test_a_reply_waits_for_records_that_may_not_be_lost() -> None:
     for change, is_held in (
-        (lambda records: RunProgress(records).note_plan(TrainingPlan("fit", WORKER, 0, 10)), False),
-        (lambda records: Decisions(records).elect("evaluation", WORKER, 1), True),
+        (lambda core: RunProgress(core).note_plan(TrainingPlan("fit", WORKER, 0, 10)), False),
+        (lambda core: Decisions(core).elect("evaluation", WORKER, 1), True),
     ):
         records = DurableRecords()
-        change(records)
+        change(CoordinatorCore(CoordinatorSettings(), {}, records))
         keys = {one.key for one in records.take_changes()}
         assert make_coordinator_state({}).waits(SendReply(1, Decided("value")), keys) is is_held
 

@@ -22,7 +22,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator.coordinator_part import CoordinatorSettings, Received
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorSettings, Received
 from dflow.distributed.coordinator.decisions import Decisions
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.coordinator.membership import MOST_LEFT, ReleaseTask
@@ -122,8 +122,12 @@ def test_the_events_are_bounded() -> None:
 TASK = "/job:ps/task:0"
 
 
+def core_of(records: DurableRecords) -> CoordinatorCore:
+    return CoordinatorCore(CoordinatorSettings(stall_timeout_s=60.0), {}, records)
+
+
 def test_busy_without_progress_for_the_time_is_a_stall_that_is_told_once() -> None:
-    watch = ProgressWatch(60.0)
+    watch = ProgressWatch(core_of(DurableRecords()))
     watch.hear(0, 10.0, Heartbeat(TASK, (), 5, "step 6"), True)
     watch.hear(0, 69.0, Heartbeat(TASK, (), 5, "step 6: waits"), True)
     assert watch.tick(69.9) == []
@@ -137,10 +141,10 @@ def test_busy_without_progress_for_the_time_is_a_stall_that_is_told_once() -> No
 
 
 def test_a_task_that_has_left_stalls_no_more() -> None:
-    watch = ProgressWatch(60.0)
+    watch = ProgressWatch(core_of(DurableRecords()))
     watch.hear(0, 0.0, Heartbeat(TASK, (), 5, "step"), True)
-    watch.leave(0)
-    watch.leave(0)
+    for _ in range(2):
+        watch.on_leave([ReleaseTask(TASK, 0, "killed")], 1.0)
     assert watch.tick(100.0) == []
     assert watch.health == {}
 
@@ -148,7 +152,7 @@ def test_a_task_that_has_left_stalls_no_more() -> None:
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(0, 80)), max_size=60))
 def test_stalls_begin_and_end_in_turn_and_only_without_progress(acts: list[tuple[int, bool, int]]) -> None:
-    watch, at_s, steps, since_s, is_stalled = ProgressWatch(60.0), 0.0, 0, 0.0, False
+    watch, at_s, steps, since_s, is_stalled = ProgressWatch(core_of(DurableRecords())), 0.0, 0, 0.0, False
     was_busy = False
     for more, is_busy, pause_s in acts:
         at_s += pause_s
@@ -165,16 +169,18 @@ def test_stalls_begin_and_end_in_turn_and_only_without_progress(acts: list[tuple
 
 
 PS = "/job:ps/task:0"
-UNUSED: Any = None
 
 
 class Totals(TaskTotals):
+    def __init__(self) -> None:
+        super().__init__(core_of(DurableRecords()))
+
     def hear(self, life: int, *heartbeats: Heartbeat) -> None:
         for heartbeat in heartbeats:
-            self.on_heartbeat(heartbeat, Received(0.0, 0, 0, life, UNUSED))
+            self.on_heartbeat(heartbeat, Received(0.0, 0, 0, life))
 
     def told(self, what: str) -> Any:
-        return self.status(UNUSED)[what]
+        return self.status()[what]
 
 
 def sent(values: int) -> Heartbeat:
@@ -189,11 +195,11 @@ def test_traffic_of_a_task_that_left_is_added_to_that_of_its_successor() -> None
     totals = Totals()
     totals.hear(1, sent(1), sent(3), sent(0))
     assert totals.told("traffic") == (edge(3),), "a newer report takes the place of the last"
-    totals.on_leave([ReleaseTask(PS, 1, "killed")], 0.0, UNUSED)
+    totals.on_leave([ReleaseTask(PS, 1, "killed")], 0.0)
     totals.hear(2, sent(4))
     for _ in range(2):
         assert totals.told("traffic") == (edge(7),)
-        totals.on_leave([ReleaseTask(PS, 2, "killed")], 0.0, UNUSED)
+        totals.on_leave([ReleaseTask(PS, 2, "killed")], 0.0)
 
 
 def test_the_largest_edges_are_told_and_the_others_in_sum() -> None:
@@ -248,17 +254,15 @@ class AskedOffices:
 
     def __init__(self) -> None:
         self.records = DurableRecords()
-        self.decisions = Decisions(self.records)
+        self.decisions = Decisions(core_of(self.records))
 
     def restart(self) -> None:
         rows: dict[str, bytes] = {}
         apply_changes(rows, self.records.take_changes())
-        self.decisions = Decisions(DurableRecords(rows))
+        self.decisions = Decisions(core_of(DurableRecords(rows)))
 
     def ask(self, message: DecideOnce | ElectOnce, life: int = 0) -> Any:
-        unused: Any = None
-        received = Received(0.0, 0, 0, life, unused)
-        return self.decisions.requests.handlers[type(message)](self.decisions, message, received)
+        return self.decisions.requests.handlers[type(message)](self.decisions, message, Received(0.0, 0, 0, life))
 
     def decide(self, what: str, value: str | None) -> str | None:
         return self.ask(DecideOnce(what, W0, value)).value  # type: ignore[no-any-return]
@@ -276,11 +280,10 @@ def test_the_first_value_counts_and_outlives_the_coordinator() -> None:
 
 
 def test_the_first_to_ask_is_elected_until_it_fails() -> None:
-    unused: Any = None
     for reason, is_free in (("finished", False), ("killed", True)):
         asked = AskedOffices()
         assert [asked.elect("init", task, life) for task, life in ((W0, 1), (W1, 2), (W0, 1))] == [True, False, True]
         assert asked.elect("summary", W1, 2)
-        asked.decisions.on_leave([ReleaseTask(W0, 1, reason)], 0.0, unused)
+        asked.decisions.on_leave([ReleaseTask(W0, 1, reason)], 0.0)
         asked.restart()
         assert asked.elect("init", W1, 2) == is_free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import settings
@@ -17,7 +18,6 @@ from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
 TASKS = st.sampled_from([A, B, C])
-NONE: Any = None
 
 
 class RandomPauses(RuleBasedStateMachine):
@@ -29,7 +29,8 @@ class RandomPauses(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[str, int | None] = {}
-        self.pauses, self.is_clear = StepPauses(lambda: self.live), True
+        core: Any = SimpleNamespace(members=SimpleNamespace(connections=lambda: self.live))
+        self.pauses, self.is_clear = StepPauses(core), True
         self.peers, self.asks = 0, 0
         #: By task, the number of the pause that it knows of; tasks whose notice or report is still under way.
         self.known: dict[str, int] = {}
@@ -74,7 +75,7 @@ class RandomPauses(RuleBasedStateMachine):
         self.known[task] = 0
         self.reported.pop(task, None)
         self.has_run = self.has_run or self.capture is not None
-        self.carry_out([*self.pauses.on_join(task, self.peers, False, 0.0, NONE)])
+        self.carry_out([*self.pauses.on_join(task, self.peers, False, 0.0)])
         self.go_on()
 
     @rule(task=TASKS)
@@ -90,7 +91,7 @@ class RandomPauses(RuleBasedStateMachine):
             if self.capture is not None and self.capture[0] == task:
                 self.capture = None
             self.is_clear = self.is_clear and not leaves_steps
-            self.carry_out(self.pauses.on_leave([ReleaseTask(task, 0, "killed")], 0.0, NONE))
+            self.carry_out(self.pauses.on_leave([ReleaseTask(task, 0, "killed")], 0.0))
             self.go_on()
 
     @rule()
@@ -104,7 +105,7 @@ class RandomPauses(RuleBasedStateMachine):
         number = self.known.get(task, 0)
         if self.live.get(task) is not None and number and task not in self.reported:
             self.reported[task] = number
-            self.pauses.held(StepsHeld(task, number), Received(0.0, 0, 0, 0, NONE))
+            self.pauses.held(StepsHeld(task, number), Received(0.0, 0, 0, 0))
             self.go_on()
 
     @rule(task=TASKS)
@@ -131,7 +132,7 @@ class RandomPauses(RuleBasedStateMachine):
             return
         number = self.capture[1] if self.capture is not None and self.capture[0] == task else 0
         del self.requests[task]
-        *commands, reply = self.pauses.resume(ResumeSteps(task, number), Received(0.0, 0, 9, 0, NONE))
+        *commands, reply = self.pauses.resume(ResumeSteps(task, number), Received(0.0, 0, 9, 0))
         assert reply == SendReply(9, StepsResumed(number > 0 and not self.has_run))
         if number:
             self.capture = None

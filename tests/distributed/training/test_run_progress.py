@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorSettings
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.training.run_progress import RunProgress
 from dflow.distributed.training.work_messages import TrainingPlan
@@ -27,9 +28,10 @@ COUNTS = {"fit 0-50": (50, 50), "fit 50-100": (20, 50), "run_0": (3, 9), "fit 2"
 )
 def test_a_part_counts_in_its_whole_run(plans: list[tuple[int, int, bool]], expected: tuple[int, int]) -> None:
     records, rows = DurableRecords(), dict[str, bytes]()
-    known = RunProgress(records)
+    known = RunProgress(CoordinatorCore(CoordinatorSettings(), {}, records))
     for first, total, is_over in plans:
         known.note_plan(TrainingPlan("fit", WORKER, first, total, is_over))
     assert known.steps(COUNTS) == expected
     apply_changes(rows, records.take_changes())
-    assert RunProgress(DurableRecords(rows)).steps(COUNTS) == expected
+    again = CoordinatorCore(CoordinatorSettings(), {}, DurableRecords(rows))
+    assert RunProgress(again).steps(COUNTS) == expected

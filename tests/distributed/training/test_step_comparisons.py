@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
 from dflow.distributed.coordinator.coordinator_part import Received
@@ -14,11 +15,12 @@ from dflow.distributed.wire.messages.message import Message
 
 A, B, C = "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2"
 LIVE = (1, 2, 3)
-RECEIVED = Received(0.0, 1, 4, 0, SimpleNamespace(members=SimpleNamespace(live_peers=lambda: LIVE)))  # type: ignore[arg-type]
+RECEIVED = Received(0.0, 1, 4, 0)
+CORE: Any = SimpleNamespace(members=SimpleNamespace(live_peers=lambda: LIVE))
 
 
 def leave(steps: StepComparisons, task: str, reason: str) -> None:
-    steps.on_leave([ReleaseTask(task, 0, reason)], 0.0, RECEIVED.core)
+    steps.on_leave([ReleaseTask(task, 0, reason)], 0.0)
 
 
 def compared(steps: StepComparisons, task: str, *items: str, run: str = "run", key: str = "") -> Message:
@@ -33,7 +35,7 @@ def compared(steps: StepComparisons, task: str, *items: str, run: str = "run", k
 
 
 def test_another_step_is_refused_to_all_with_the_first_difference() -> None:
-    steps = StepComparisons()
+    steps = StepComparisons(CORE)
     compared(steps, B, "same", "w2")
     request = CompareStep("run", A, "", "digest", ("same", "w", "x"))
     answer, told = steps.compare(request, RECEIVED)
@@ -49,7 +51,7 @@ def test_another_step_is_refused_to_all_with_the_first_difference() -> None:
 
 
 def test_a_step_with_more_is_refused_too() -> None:
-    steps = StepComparisons()
+    steps = StepComparisons(CORE)
     compared(steps, A, "w")
     failure = compared(steps, B, "w", "more")
     assert isinstance(failure, Failure)
@@ -57,7 +59,7 @@ def test_a_step_with_more_is_refused_too() -> None:
 
 
 def test_the_step_of_a_task_that_failed_is_forgotten_and_that_of_one_that_ended_counts() -> None:
-    steps = StepComparisons()
+    steps = StepComparisons(CORE)
     compared(steps, A, "wrong")
     assert isinstance(compared(steps, B, "right"), Failure)
     leave(steps, A, "its process has ended")
@@ -70,7 +72,7 @@ def test_the_step_of_a_task_that_failed_is_forgotten_and_that_of_one_that_ended_
 
 
 def test_the_runs_that_were_compared_last_are_kept() -> None:
-    steps = StepComparisons()
+    steps = StepComparisons(CORE)
     compared(steps, A, "w", run="long")
     for number in range(2 * KEPT_RUNS):
         compared(steps, A, "w", run=f"run {number}")
@@ -81,7 +83,7 @@ def test_the_runs_that_were_compared_last_are_kept() -> None:
 
 
 def test_the_keys_of_a_run_that_were_compared_last_are_kept() -> None:
-    steps = StepComparisons()
+    steps = StepComparisons(CORE)
     compared(steps, A, "w", key="often")
     for number in range(KEPT_KEYS):
         compared(steps, A, "w", key=f"{number}")
@@ -91,7 +93,7 @@ def test_the_keys_of_a_run_that_were_compared_last_are_kept() -> None:
 
 
 def test_functions_of_one_name_on_one_worker_may_differ_and_are_those_of_the_others() -> None:
-    steps = StepComparisons()
+    steps = StepComparisons(CORE)
     for task in (A, B):
         for what in ("v", "w"):
             assert compared(steps, task, what) == StepCompared(True)
