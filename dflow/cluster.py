@@ -28,7 +28,7 @@ from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.security.configuration import choose_security
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.graphs.compiled_functions import CompiledFunctions
+from dflow.graphs.compiled_functions import function_data
 from dflow.lowering.queues.timers import TIMERS
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import short_task_name
@@ -119,7 +119,7 @@ def connect(
             joined.coordinator.leave(_FAILED + str(error).partition("\n")[0])
         joined.close()
         raise
-    joined.server.observer.functions = CompiledFunctions()
+    joined.server.observer.functions = function_data
     dump_on_signal(joined.flights.dump_soon)
     if spec.starts:
         atexit.register(_leave, joined)

@@ -9,7 +9,7 @@ from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import join_cluster, start_task
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.graphs.compiled_functions import CompiledFunctions
+from dflow.graphs.compiled_functions import function_data
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import task_name
 
@@ -37,7 +37,7 @@ class MemoryCluster:
             address="",
             settings=settings or ClusterSettings(),
         )
-        cluster.server.observer.functions = CompiledFunctions()
+        cluster.server.observer.functions = function_data
         return cluster
 
     def close(self) -> None:

@@ -23,12 +23,12 @@ from rich.text import Text
 
 from dflow.cli.tables import launch_table, make_table, size_text, time_text
 from dflow.dashboard.looks import StepRate, largest_first, steps_worked, type_text
-from dflow.dashboard.traffic import grouped_traffic, summed
+from dflow.dashboard.traffic import grouped_traffic
 from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.steps.step_gate import PREPARES
-from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo, summed
 from dflow.distributed.wire.messages.status import PartCosts, SnapshotSize, Status, VariableInfo, WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 

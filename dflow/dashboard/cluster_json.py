@@ -230,13 +230,13 @@ def _edges(before: Look | None, now: Look) -> Data:
     if before is not None and now.at_s > before.at_s:
         took_s = now.at_s - before.at_s
         rates = {
-            (row.edge, row.source, row.destination): (row.messages / took_s, row.size_bytes / took_s)
+            row.key: (row.messages / took_s, row.size_bytes / took_s)
             for row in grouped_traffic(recent_traffic(before.status, now.status))
         }
     shown = []
     for row in rows[:MOST_EDGES]:
         unknown = (0.0, 0.0) if before is not None else (None, None)
-        messages, size = rates.get((row.edge, row.source, row.destination), unknown)
+        messages, size = rates.get(row.key, unknown)
         shown.append({**asdict(row), "messages_per_s": messages, "bytes_per_s": size})
     return {
         "edges": shown,

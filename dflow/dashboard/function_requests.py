@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from msgspec.structs import asdict
+import msgspec
 
 from dflow.dashboard.observing import ClusterObserver, live_tasks
 from dflow.distributed.transport.base import Peer, Transport
-from dflow.distributed.wire.messages.functions import Functions, ListFunctions, ListTraces, ReadGraph
+from dflow.distributed.wire.messages.functions import FunctionRequest, ListFunctions, ListTraces, ReadGraph
 from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, GraphNameError, TransportClosed
@@ -75,23 +75,19 @@ class FunctionRequests:
 
         raises  GraphNameError for a task or a function that is not there; other DflowErrors if one does not answer
         """
-        found = self._peer(task).call(ListTraces(number), timeout_s=LIST_S).message
-        records = [asdict(record) for record in found.records]
-        return {"task": task, "id": number, "name": found.name, "records": records, "left_out": found.left_out}
+        return {"task": task, "id": number, **_asked(self._peer(task), ListTraces(number), LIST_S)}
 
-    def graph(self, task: str, number: int, trace: int) -> tuple[Data, bytes]:
-        """Return the head of the answer as JSON data, and the graph as JSON text.
+    def graph(self, task: str, number: int, trace: int) -> Data:
+        """Return the JSON data of the graph of a trace.
 
         raises  Refusal while `MOST_GRAPHS` others are requested; see also `traces`
         """
         if not self._graphs.acquire(blocking=False):
             raise Refusal(503, f"graphs: expected at most {MOST_GRAPHS} at a time, got one more", *_LATER)
         try:
-            found = self._peer(task).call(ReadGraph(number, trace), timeout_s=GRAPH_S)
+            return {"task": task, "id": number, **_asked(self._peer(task), ReadGraph(number, trace), GRAPH_S)}
         finally:
             self._graphs.release()
-        head = {"task": task, "id": number, "trace": found.message.trace, "name": found.message.name}
-        return head, bytes(found.payload)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -129,14 +125,20 @@ class FunctionRequests:
             name = short_task_name(info.task)
             if isinstance(found, str):
                 missing[name] = found
-            elif found.functions:
-                functions = [asdict(one) for one in found.functions]
-                tasks.append({"task": name, "functions": functions, "left_out": found.left_out})
+            elif bytes(found["functions"]) != b"[]":
+                tasks.append({"task": name, **found})
         return {"tasks": tasks, "missing": missing, "tasks_left_out": len(live) - len(asked)}
 
 
-def _functions_of(observer: ClusterObserver, info: TaskInfo) -> Functions | str:
+def _asked(peer: Peer, message: FunctionRequest, timeout_s: float) -> Data:
+    """Return a task's answer to a request, whose entries stay as they are in JSON."""
+    payload = peer.call(message, timeout_s=timeout_s).payload
+    found: Data = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
+    return found
+
+
+def _functions_of(observer: ClusterObserver, info: TaskInfo) -> Data | str:
     try:
-        return observer.peer(info, LIST_S).call(ListFunctions(), timeout_s=LIST_S).message
+        return _asked(observer.peer(info, LIST_S), ListFunctions(), LIST_S)
     except (DflowError, OSError, ValueError) as error:
         return str(error)

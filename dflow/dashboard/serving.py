@@ -180,8 +180,7 @@ class DashboardServer:
 
     def _graph(self, request: Request) -> Data:
         number, trace = _number(request, "id"), _number(request, "trace", 0)
-        head, graph = self._functions.graph(_text(request, "task"), number, trace)
-        return head | {"graph": msgspec.Raw(graph)}
+        return self._functions.graph(_text(request, "task"), number, trace)
 
     def _get(
         self, data_of: Callable[[Request], Data], pool: ThreadPoolExecutor | None = None

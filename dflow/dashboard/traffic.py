@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from dflow.distributed.wire.messages.roster import EdgeTraffic
+from dflow.distributed.wire.messages.roster import EdgeTraffic, summed
 from dflow.distributed.wire.messages.status import Status
 from dflow.tracing.devices.task_name import short_task_name
 
 
 def recent_traffic(before: Status, now: Status) -> list[EdgeTraffic]:
     """Return the traffic between two statuses, by edge; edges without any are left out."""
-    earlier = {(entry.edge, entry.source, entry.destination): entry for entry in before.traffic}
+    earlier = {entry.key: entry for entry in before.traffic}
     found = []
     for entry in now.traffic:
-        known = earlier.get((entry.edge, entry.source, entry.destination)) or replace(
-            entry, values=0, size_bytes=0, messages=0
-        )
+        known = earlier.get(entry.key) or replace(entry, values=0, size_bytes=0, messages=0)
         sent = replace(
             entry,
             values=entry.values - known.values,
@@ -40,7 +38,7 @@ def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[EdgeTraffic]:
         for row in traffic
     ]
     rows = _grouped(_grouped(rows, "destination", "source"), "source", "destination")
-    return sorted(rows, key=lambda row: (-row.size_bytes, row.edge, row.source, row.destination))
+    return sorted(rows, key=lambda row: (-row.size_bytes, row.key))
 
 
 def _grouped(rows: Iterable[EdgeTraffic], end: str, other: str) -> list[EdgeTraffic]:
@@ -54,13 +52,3 @@ def _grouped(rows: Iterable[EdgeTraffic], end: str, other: str) -> list[EdgeTraf
         where = job if len({getattr(row, end) for row in same}) > 1 else getattr(same[0], end)
         found.append(replace(summed(same), **{end: where}))
     return found
-
-
-def summed(rows: Sequence[EdgeTraffic]) -> EdgeTraffic:
-    """Return the first row with the messages, values and bytes of all."""
-    return replace(
-        rows[0],
-        values=sum(row.values for row in rows),
-        size_bytes=sum(row.size_bytes for row in rows),
-        messages=sum(row.messages for row in rows),
-    )

@@ -26,13 +26,14 @@ from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.metrics import MetricsEndpoint
-from dflow.distributed.observe.tracer import Observed, Tracer
+from dflow.distributed.observe.task_observer import TaskObserver
+from dflow.distributed.observe.tracer import Tracer
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.snapshots.snapshot_messages import SnapshotCommitted, StateRestored
 from dflow.distributed.task.task_server import MakePart, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
-from dflow.distributed.transport.base import Transport
+from dflow.distributed.transport.base import Peer, Transport
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
 from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.status import GetStatus, Report
@@ -237,7 +238,7 @@ class Cluster:
         It has every worker's steps. Tasks that cannot be reached are left out, with a warning.
         raises  OSError when the file cannot be written
         """
-        reached: dict[str, Observed] = {self.task: self.server.observer}
+        reached: dict[str, Peer | TaskObserver] = {self.task: self.server.observer}
         for task in self.tasks:
             if task != self.task:
                 with contextlib.suppress(DflowError):

@@ -35,7 +35,6 @@ from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import (
     CreateVariable,
     CreateVariables,
-    ProgramCall,
     VariableLayout,
     VariablesCreated,
 )
@@ -281,7 +280,7 @@ class _Creation:
     def _recipe(self, task: str, wanted: PendingVariable, recipe: Recipe) -> _Parcel:
         arrays, payload = encode_arrays(recipe.arrays)
         used = list(dict.fromkeys(program for program, _ in recipe.calls))
-        calls = tuple(ProgramCall(used.index(program), takes) for program, takes in recipe.calls)
+        calls = tuple((used.index(program), takes) for program, takes in recipe.calls)
         made = {"calls": calls, "result": recipe.result, "starts": tuple(recipe.starts)}
         variable = replace(wanted.asked(), arrays=len(arrays), **made)
         blobs = [self._exports.blobs[program] for program in used]

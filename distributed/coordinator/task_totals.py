@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from dflow.distributed.coordinator.coordinator_events import Command
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Received
 from dflow.distributed.coordinator.membership import ReleaseTask
-from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat
+from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, summed_by_edge
 from dflow.distributed.wire.messages.status import PartCosts
 
 #: Most edges in a message; a graph may have more than fit into one.
@@ -51,7 +51,7 @@ class TaskTotals(CoordinatorPart):
     def on_leave(self, left: Sequence[ReleaseTask], at_s: float) -> Sequence[Command]:
         """Add the traffic of tasks that have left to the sum of those."""
         for one in left:
-            self._kept = _summed((*self._kept, *self._traffic.pop(one.life, ())))
+            self._kept = summed_by_edge((*self._kept, *self._traffic.pop(one.life, ())))
         return []
 
     def status(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class TaskTotals(CoordinatorPart):
             for task, (_, first, newest) in self._heard.items()
             if newest.steps > first.steps
         )
-        return {"traffic": largest(_summed(traffic)), "costs": costs}
+        return {"traffic": largest(summed_by_edge(traffic)), "costs": costs}
 
 
 def largest(traffic: Sequence[EdgeTraffic], count: int = EDGES_TOLD) -> tuple[EdgeTraffic, ...]:
@@ -80,20 +80,4 @@ def largest(traffic: Sequence[EdgeTraffic], count: int = EDGES_TOLD) -> tuple[Ed
         return tuple(traffic)
     known.sort(key=lambda entry: entry.size_bytes, reverse=True)
     rest = [entry for entry in traffic if entry.edge == OTHERS] + known[count:]
-    return (*known[:count], *_summed(replace(entry, edge=OTHERS) for entry in rest))
-
-
-def _summed(entries: Iterable[EdgeTraffic]) -> tuple[EdgeTraffic, ...]:
-    sums: dict[tuple[str, str, str], EdgeTraffic] = {}
-    for entry in entries:
-        key = (entry.edge, entry.source, entry.destination)
-        last = sums.get(key)
-        if last is not None:
-            entry = replace(
-                last,
-                values=last.values + entry.values,
-                size_bytes=last.size_bytes + entry.size_bytes,
-                messages=last.messages + entry.messages,
-            )
-        sums[key] = entry
-    return tuple(sums.values())
+    return (*known[:count], *summed_by_edge(replace(entry, edge=OTHERS) for entry in rest))

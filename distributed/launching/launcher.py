@@ -35,8 +35,8 @@ from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.dashboard_address import SERVING
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.restarts import Restarts
-from dflow.distributed.launching.task_programs import LaunchTarget, Running, TaskProgram, ThisMachine
-from dflow.distributed.process.child_process import describe_end
+from dflow.distributed.launching.task_programs import LaunchTarget, TaskProgram, ThisMachine
+from dflow.distributed.process.child_process import Running, describe_end
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.transport.base import Transport

@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.task_programs import TaskProgram, ThisMachine
-from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess
+from dflow.distributed.process.child_process import ChildProcess, Running
 from dflow.distributed.process.parent_watch import end_with_parent
 from dflow.distributed.process.run_folder import write_whole_file
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE
@@ -270,29 +270,20 @@ def _is_drained() -> bool:
     return ray.get_runtime_context().get_node_id() in ray._private.state.state.get_draining_nodes()
 
 
-class _OnActor:
-    """The launcher's handle of an actor; see `Running`."""
+class _OnActor(Running):
+    """The launcher's handle of an actor."""
 
     def __init__(self, actor: Any, on_line: Callable[[str], None]) -> None:
+        super().__init__(on_line)
         self._actor = actor
-        self._on_line = on_line
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._last_status: int | None = None
         self._status: int | None = None
         self._end = actor.run.remote()
         self._reader = threading.Thread(target=self._read, name="dflow ray output", daemon=True)
         self._reader.start()
 
-    @property
-    def tail(self) -> tuple[str, ...]:
-        """The last lines of output."""
-        return tuple(self._tail)
-
     def poll(self) -> int | None:
-        """Return the program's exit status; None while it runs.
-
-        At its end, shows the error of an actor that failed, and ends the actor.
-        """
+        """See `Running`. At the end, shows the error of an actor that failed, and ends the actor."""
         if self._status is None and ray.wait([self._end], timeout=0)[0]:
             try:
                 status, why = int(ray.get(self._end)), ""
@@ -306,7 +297,6 @@ class _OnActor:
         return self._status
 
     def terminate(self) -> None:
-        """Ask the program to end."""
         if self._status is None:
             self._actor.stop.remote()
 
@@ -316,10 +306,6 @@ class _OnActor:
             ray.kill(self._actor)
             ray.wait([self._end], timeout=_LINES_S)
             self._status = _GONE
-
-    def _show(self, line: str) -> None:
-        self._tail.append(line)
-        self._on_line(line)
 
     def _read(self) -> None:
         had = 0

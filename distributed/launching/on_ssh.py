@@ -16,7 +16,6 @@ import shlex
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,8 +28,8 @@ from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.detection.this_host import own_host
 from dflow.distributed.launching.ssh_hosts import HostPart, SshHost
 from dflow.distributed.launching.ssh_task import ENDED, STARTED, TERMINATE, RemoteStart
-from dflow.distributed.launching.task_programs import Running, TaskProgram, ThisMachine
-from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess
+from dflow.distributed.launching.task_programs import TaskProgram, ThisMachine
+from dflow.distributed.process.child_process import ChildProcess, Running
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE
@@ -149,14 +148,14 @@ def _order(program: TaskProgram, part: HostPart) -> bytes:
     return msgspec.json.encode(RemoteStart(PROTOCOL_VERSION, program, files, part.index, part.count)) + b"\n"
 
 
-class _OverSsh:
-    """The launcher's handle of a program on a host; see `Running`."""
+class _OverSsh(Running):
+    """The launcher's handle of a program on a host."""
 
     def __init__(
         self, task: str, host: str, command: Sequence[str], order: bytes, on_line: Callable[[str], None]
     ) -> None:
-        self._host, self._on_line = host, on_line
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        super().__init__(on_line)
+        self._host = host
         self._ended: int | None = None
         self._status: int | None = None
         #: Whether the program has been started.
@@ -175,20 +174,14 @@ class _OverSsh:
         # A thread, since ssh does not read before it is connected, and the launcher must not wait for that.
         threading.Thread(target=self._write, args=(write_end,), name=f"dflow ssh input {task}", daemon=True).start()
 
-    @property
-    def tail(self) -> tuple[str, ...]:
-        """The last lines of output."""
-        return tuple(self._tail)
-
     def poll(self) -> int | None:
-        """Return the program's exit status; None while it runs. Shows the cause if the connection failed."""
+        """See `Running`. Shows the cause if the connection failed."""
         if self._status is None and (status := self._ssh.poll()) is not None:
             self._orders.put(None)
             self._status = self._outcome(status)
         return self._status
 
     def terminate(self) -> None:
-        """Ask the program to end."""
         self._orders.put(TERMINATE)
 
     def kill(self) -> None:
@@ -227,7 +220,3 @@ class _OverSsh:
             self._ended = int(line.removeprefix(ENDED))
         else:
             self._show(line)
-
-    def _show(self, line: str) -> None:
-        self._tail.append(line)
-        self._on_line(line)

@@ -12,7 +12,7 @@ from typing import Protocol
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.compilation_cache import cache_variables
 from dflow.distributed.launching.shares import Share
-from dflow.distributed.process.child_process import ChildProcess
+from dflow.distributed.process.child_process import ChildProcess, Running
 from dflow.distributed.process.parent_watch import LIFELINE_VARIABLE
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
@@ -33,23 +33,6 @@ class TaskProgram:
     environment: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
     ends_by: signal.Signals = signal.SIGTERM
-
-
-class Running(Protocol):
-    """A started program."""
-
-    @property
-    def tail(self) -> tuple[str, ...]:
-        """The last lines of output."""
-
-    def poll(self) -> int | None:
-        """Return the exit status, negative for the signal that killed the program; None while it runs."""
-
-    def terminate(self) -> None:
-        """Send `ends_by` to the program and the processes that it started, without a wait; not if it has ended."""
-
-    def kill(self) -> None:
-        """End the program and the processes that it started, and wait until it is gone."""
 
 
 class LaunchTarget(Protocol):

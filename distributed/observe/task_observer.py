@@ -15,9 +15,8 @@ import msgspec
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.functions import (
-    FunctionGraph,
-    Functions,
-    FunctionTraces,
+    FunctionData,
+    FunctionRequest,
     ListFunctions,
     ListTraces,
     ReadGraph,
@@ -46,23 +45,11 @@ Observation = GetClock | StartTrace | StopTrace | GetTaskState | ListFunctions |
 ON_THREADS: tuple[type[Observation], ...] = (StartTrace, StopTrace, GetTaskState, ListFunctions, ListTraces, ReadGraph)
 
 
-class FunctionSource:
-    """The compiled functions of a process: here none, for a process that runs no code of the user.
-
-    The layer `dflow` overrides the methods for other processes. Thread-safe; answers are made at each call.
-    """
-
-    def functions(self) -> Functions:
-        """List the functions, the most recently traced first."""
-        return Functions()
-
-    def traces(self, number: int) -> FunctionTraces:
-        """List the traces of the function with the id `number`. Raises GraphNameError if there is none."""
-        raise missing_function(number)
-
-    def graph(self, number: int, trace: int) -> tuple[FunctionGraph, bytes]:
-        """Return the graph of a trace (0: the newest) as JSON. Raises GraphNameError if it is not kept."""
-        raise missing_function(number)
+def no_functions(message: FunctionRequest) -> bytes:
+    """Answer, as JSON, for a process that runs no code of the user. Raises GraphNameError for any function."""
+    if isinstance(message, ListFunctions):
+        return b'{"functions":[],"left_out":0}'
+    raise missing_function(message.id)
 
 
 def missing_function(number: int) -> GraphNameError:
@@ -82,8 +69,8 @@ class TaskObserver:
         self, recorder: Recorder, state: Callable[[], TaskState], usage: Callable[[], TaskUsage | None] = lambda: None
     ) -> None:
         self._recorder, self._state, self._usage = recorder, state, usage
-        #: The compiled functions of the process.
-        self.functions = FunctionSource()
+        #: Answers for the compiled functions of the process; the layer `dflow` sets another one. Thread-safe.
+        self.functions: Callable[[FunctionRequest], bytes] = no_functions
         self._lock = threading.Lock()
         self._ends: Stoppable | None = None
 
@@ -106,12 +93,8 @@ class TaskObserver:
             case GetTaskState(usage):
                 state = self._state()
                 return (msgspec.structs.replace(state, usage=self._usage()) if usage else state), b""
-            case ListFunctions():
-                return self.functions.functions(), b""
-            case ListTraces(id):
-                return self.functions.traces(id), b""
-            case ReadGraph(id, trace):
-                return self.functions.graph(id, trace)
+            case ListFunctions() | ListTraces() | ReadGraph():
+                return FunctionData(), self.functions(message)
 
     def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
         """Answer a tracer in this process, like `Peer.call`; `timeout_s` is ignored."""

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,12 +18,16 @@ from dflow.distributed.observe.clock_alignment import ClockSample, Offset, align
 from dflow.distributed.observe.step_times import MessageTimes, StepTimes, message_times, step_times
 from dflow.distributed.observe.trace_file import crossings, first_steps, trace_of
 from dflow.distributed.process.run_folder import write_whole_file
-from dflow.distributed.transport.base import Reply
+from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, StartTrace, StopTrace
 from dflow.lowering.steps.step_events import Event
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError
+
+if TYPE_CHECKING:
+    # It imports JAX, and the tools that trace a cluster start without it.
+    from dflow.distributed.observe.task_observer import TaskObserver
 
 #: Events that a task keeps during a trace.
 EVENTS = 200_000
@@ -31,17 +35,6 @@ EVENTS = 200_000
 TRIPS = 20
 ANSWER_S = 30.0
 POLL_S = 0.02
-
-
-class Observed(Protocol):
-    """A task that answers an `Observation`: a `Peer`, or the `TaskObserver` of a task in this process.
-
-    Why no union: `TaskObserver` imports JAX, and the tools that trace a cluster start without it.
-    """
-
-    def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
-        """Return the answer to a request, as `Peer.call` does."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ class Tracer:
     `longest_s`  time after which tasks end the trace by themselves
     """
 
-    def __init__(self, tasks: Mapping[str, Observed], *, longest_s: float = 600.0) -> None:
+    def __init__(self, tasks: Mapping[str, Peer | TaskObserver], *, longest_s: float = 600.0) -> None:
         self._tasks = dict(tasks)
         self._missing: dict[str, str] = {}
         self._samples: dict[str, list[ClockSample]] = {}

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -25,11 +26,40 @@ TAIL_LINES = 20
 LAST_LINES_S = 2.0
 
 
-class ChildProcess:
+class Running(ABC):
+    """A started program; `on_line` is called with each line of its output, without its newline, from any thread."""
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self._on_line = on_line
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last `TAIL_LINES` lines of output."""
+        return tuple(self._tail)
+
+    def _show(self, line: str) -> None:
+        self._tail.append(line)
+        self._on_line(line)
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Return the exit status, negative for the signal that killed the program; None while it runs."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Ask the program and the processes that it started to end, without a wait; not if it has ended."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the program and the processes that it started, and wait until it is gone."""
+
+
+class ChildProcess(Running):
     """Start `command` as `name` with `environment`.
 
     `lifeline`  read end of the launcher's pipe, which the child inherits under the same number
-    `on_line`   called with each line of output, without its newline, from a reader thread
+    `on_line`   see `Running`
     `stdin`     descriptor of its input; by default it has none
     `ends_by`   signal that `terminate` sends
     `cores`     CPU cores that the child and its descendants are restricted to; empty: no restriction
@@ -47,9 +77,8 @@ class ChildProcess:
         ends_by: signal.Signals = signal.SIGTERM,
         cores: Collection[int] = (),
     ) -> None:
+        super().__init__(on_line)
         self.name, self._ends_by = name, ends_by
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._on_line = on_line
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -70,13 +99,7 @@ class ChildProcess:
         self._reader = threading.Thread(target=self._read, name=f"dflow output {name}", daemon=True)
         self._reader.start()
 
-    @property
-    def tail(self) -> tuple[str, ...]:
-        """The last `TAIL_LINES` lines of output."""
-        return tuple(self._tail)
-
     def poll(self) -> int | None:
-        """Return None while the child runs, else its exit status, negative for the signal that killed it."""
         if self._process.returncode is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             self.kill()
         return self._process.returncode
@@ -107,9 +130,8 @@ class ChildProcess:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                self._tail.append(line.rstrip("\n"))
                 try:
-                    self._on_line(line.rstrip("\n"))
+                    self._show(line.rstrip("\n"))
                 except Exception:  # such as a full disk; if it were not read, the child's output would soon block it
                     LOGGER.exception("a line of %s was not handed on", self.name)
 

@@ -25,7 +25,7 @@ from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import SentPayload, encode_values
-from dflow.distributed.wire.messages.roster import EdgeTraffic
+from dflow.distributed.wire.messages.roster import EdgeTraffic, summed_by_edge
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, Values
 from dflow.lowering.queues.channel import ITERATION, Channel, Deliver, NotConnected, Sent, StepId
 from dflow.lowering.queues.timers import Clock, Timers
@@ -317,16 +317,10 @@ class TaskChannel:
         """Messages, values and bytes sent since the start, per edge and destination."""
         with self._lock:
             sent = [(key, total.messages, total.size_bytes) for key, total in self._traffic.items()]
-        found: dict[tuple[str, str], EdgeTraffic] = {}
-        for (edge, destination, count), messages, size_bytes in sent:
-            last = found.get((edge, destination)) or EdgeTraffic(edge, self._name, destination, 0, 0)
-            found[edge, destination] = msgspec.structs.replace(
-                last,
-                values=last.values + count * messages,
-                size_bytes=last.size_bytes + size_bytes,
-                messages=last.messages + messages,
-            )
-        return tuple(found.values())
+        return summed_by_edge(
+            EdgeTraffic(edge, self._name, destination, count * messages, size_bytes, messages)
+            for (edge, destination, count), messages, size_bytes in sent
+        )
 
     def taken_in(self) -> dict[str, int]:
         """Bytes of values received since the start, by sending task."""

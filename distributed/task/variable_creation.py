@@ -108,10 +108,9 @@ class VariableCreation(TaskPart):
 def _computed(variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[Callable[[], Program]]) -> Any:
     """Run the variable's calls and return the result. Raises WireError for a number that is out of range."""
     values = list(arrays)
-    for call in variable.calls:
-        operands = [_numbered(values, number, "value") for number in call.takes]
-        program = _numbered(programs, call.program, "program")()
-        values += program(*operands)
+    for program, takes in variable.calls:
+        operands = [_numbered(values, number, "value") for number in takes]
+        values += _numbered(programs, program, "program")()(*operands)
     return _numbered(values, variable.result, "value")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
 
 from dflow.distributed.wire.messages.basic import Ok
@@ -116,6 +118,29 @@ class EdgeTraffic(msgspec.Struct, frozen=True):
     values: int
     size_bytes: int
     messages: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Its edge and the two ends."""
+        return self.edge, self.source, self.destination
+
+
+def summed(rows: Sequence[EdgeTraffic]) -> EdgeTraffic:
+    """Return the first row with the messages, values and bytes of all."""
+    return msgspec.structs.replace(
+        rows[0],
+        values=sum(row.values for row in rows),
+        size_bytes=sum(row.size_bytes for row in rows),
+        messages=sum(row.messages for row in rows),
+    )
+
+
+def summed_by_edge(rows: Iterable[EdgeTraffic]) -> tuple[EdgeTraffic, ...]:
+    """Return the sum of the rows of each edge with the same ends, in the order of the first ones."""
+    by_key: dict[tuple[str, str, str], list[EdgeTraffic]] = {}
+    for row in rows:
+        by_key.setdefault(row.key, []).append(row)
+    return tuple(map(summed, by_key.values()))
 
 
 class Heartbeat(Notice, frozen=True):

@@ -8,13 +8,6 @@ from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Failure, Ok
 from dflow.distributed.wire.messages.message import Message, Request
 
 
-class ProgramCall(msgspec.Struct, frozen=True):
-    """Call of the program number `program` on the values numbered `takes`."""
-
-    program: int
-    takes: tuple[int, ...]
-
-
 class VariableLayout(msgspec.Struct, frozen=True):
     """A mesh of the first devices of a task, and the axes over which each dimension of a variable is divided.
 
@@ -30,7 +23,7 @@ class CreateVariable(msgspec.Struct, frozen=True):
     """A variable to create unless it exists.
 
     `arrays`  number of the message's arrays for its initial value, after those of the variables before it
-    `calls`   programs to run, in order
+    `calls`   programs to run, in order, by number, and the numbers of the values that each takes
     `result`  number of the initial value: values are numbered, these arrays first, then the results of each call
     `process` process of the task that must hold it, from `Placed`; another process of that task refuses
     `layout`  how it is spread over the task's devices; None for one device
@@ -45,7 +38,7 @@ class CreateVariable(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     arrays: int = 0
-    calls: tuple[ProgramCall, ...] = ()
+    calls: tuple[tuple[int, tuple[int, ...]], ...] = ()
     result: int = 0
     process: str = ""
     layout: VariableLayout | None = None

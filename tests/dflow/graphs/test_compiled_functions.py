@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -15,21 +16,19 @@ import pytest
 import dflow
 from dflow.calls.shared_traces import TRACED, SharedTraces
 from dflow.calls.trace_log import TraceLog
-from dflow.distributed.observe.task_observer import FunctionSource
-from dflow.distributed.wire.messages.functions import FunctionInfo, Functions
+from dflow.distributed.observe.task_observer import no_functions
+from dflow.distributed.wire.messages.functions import ListFunctions, ListTraces
 from dflow.graphs import compiled_functions
-from dflow.graphs.compiled_functions import CompiledFunctions
+from dflow.graphs.compiled_functions import function_data, functions, graph, traces
 from dflow.tracing.errors import GraphNameError
 
-SOURCE = CompiledFunctions()
 
-
-def info_of(name: str) -> FunctionInfo:
-    return next(one for one in SOURCE.functions().functions if one.name == name)
+def info_of(name: str) -> SimpleNamespace:
+    return SimpleNamespace(**next(one for one in functions()["functions"] if one["name"] == name))
 
 
 def graph_of(name: str, trace: int = 0) -> Any:
-    return json.loads(SOURCE.graph(info_of(name).id, trace)[1])
+    return json.loads(graph(info_of(name).id, trace)["graph"])
 
 
 def test_functions_are_listed_the_newest_trace_first() -> None:
@@ -43,10 +42,10 @@ def test_functions_are_listed_the_newest_trace_first() -> None:
 
     earlier(jnp.ones(2))
     later(jnp.ones(3))
-    names = [one.name for one in SOURCE.functions().functions]
+    names = [one["name"] for one in functions()["functions"]]
     assert names.index("later") < names.index("earlier")
     earlier(jnp.ones(4))
-    assert SOURCE.functions().functions[0].name == "earlier"
+    assert functions()["functions"][0]["name"] == "earlier"
     info = info_of("earlier")
     assert (info.traces, info.last_changes, info.has_graph) == (2, ("x: f32[2] -> f32[4]",), True)
     assert info.line.startswith("test_compiled_functions.py:")
@@ -63,9 +62,9 @@ def test_the_graph_of_each_trace_can_be_read() -> None:
 
     update(jnp.ones(2))
     update(jnp.ones(5))
-    told = SOURCE.traces(info_of("update").id)
-    assert [record.arguments for record in told.records] == [{"x": "f32[2]"}, {"x": "f32[5]"}]
-    assert [record.has_graph for record in told.records] == [True, True]
+    told = traces(info_of("update").id)["records"]
+    assert [record["arguments"] for record in told] == [{"x": "f32[2]"}, {"x": "f32[5]"}]
+    assert [record["has_graph"] for record in told] == [True, True]
     assert "var.assign_add" in {node.get("op") for node in graph_of("update")["nodes"]}
     assert graph_of("update", 2) == graph_of("update") != graph_of("update", 1)
 
@@ -89,19 +88,19 @@ def test_a_function_without_a_graph_is_an_error_with_a_remedy() -> None:
     dropped(jnp.ones(2))
     info = info_of("dropped")
     with pytest.raises(GraphNameError, match=r"trace 3 of dropped: expected one of 1 to 1 that JAX keeps"):
-        SOURCE.graph(info.id, 3)
+        graph(info.id, 3)
     jax.clear_caches()
     gc.collect()
     assert not info_of("dropped").has_graph
     with pytest.raises(GraphNameError, match=r"trace 1 of dropped(.|\n)*look at a newer trace"):
-        SOURCE.graph(info.id, 0)
+        graph(info.id, 0)
     del dropped
     gc.collect()
     assert info.id not in TRACED
-    for source in (SOURCE, FunctionSource()):
+    for answer in (function_data, no_functions):
         with pytest.raises(GraphNameError, match=f"function {info.id}: expected one that this process keeps"):
-            source.traces(info.id)
-    assert FunctionSource().functions() == Functions()
+            answer(ListTraces(info.id))
+        assert json.loads(answer(ListFunctions())).keys() == {"functions", "left_out"}
 
 
 def test_lists_and_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,13 +116,13 @@ def test_lists_and_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept(1.0)
     for size in (1, 2, 3):
         often(jnp.ones(size))
-    listed = SOURCE.functions()
-    assert [one.name for one in listed.functions] == ["often"]
-    assert listed.left_out >= 1
-    told = SOURCE.traces(listed.functions[0].id)
-    assert ([record.number for record in told.records], told.left_out) == ([2, 3], 1)
+    listed = functions()
+    [one] = listed["functions"]
+    assert (one["name"], listed["left_out"] >= 1) == ("often", True)
+    told = traces(one["id"])
+    assert ([record["number"] for record in told["records"]], told["left_out"]) == ([2, 3], 1)
     with pytest.raises(GraphNameError, match="graph of often: expected at most 0 MiB of JSON"):
-        SOURCE.graph(listed.functions[0].id, 0)
+        graph(one["id"], 0)
 
 
 def test_functions_are_listed_while_another_thread_traces() -> None:
@@ -141,7 +140,7 @@ def test_functions_are_listed_while_another_thread_traces() -> None:
     try:
         thread.start()
         while thread.is_alive():
-            SOURCE.functions()
+            functions()
     finally:
         thread.join()
         sys.setswitchinterval(before_s)

@@ -16,7 +16,8 @@ from dflow.__main__ import main
 from dflow.distributed.launching import on_ssh
 from dflow.distributed.launching.on_ssh import OnSsh
 from dflow.distributed.launching.ssh_hosts import HostPart, SshHost
-from dflow.distributed.launching.task_programs import Running, TaskProgram
+from dflow.distributed.launching.task_programs import TaskProgram
+from dflow.distributed.process.child_process import Running
 from dflow.tracing.errors import ConfigError
 from tests.distributed.launching.private_sshd import IS_HERE, PrivateSshd, private_sshd
 from tests.distributed.processes import CONNECT, Spawned, processes, wait_for_end

@@ -22,7 +22,7 @@ from dflow.distributed.observe.clock_alignment import Offset
 from dflow.distributed.observe.spans import spans
 from dflow.distributed.observe.task_observer import MOST_EVENTS
 from dflow.distributed.observe.trace_file import first_steps, trace_of
-from dflow.distributed.observe.tracer import Observed, Trace, Tracer
+from dflow.distributed.observe.tracer import Trace, Tracer
 from dflow.distributed.wire.messages.observing import StartTrace
 from dflow.lowering.steps.recorder import EVENTS_KEPT, Recorder
 from dflow.lowering.steps.step_events import (
@@ -73,7 +73,7 @@ def make_step(worker: Cluster) -> Any:
     return step
 
 
-def observed(memory: MemoryCluster, workers: list[Cluster]) -> dict[str, Observed]:
+def observed(memory: MemoryCluster, workers: list[Cluster]) -> dict[str, Any]:
     servers = [task.server for task in memory.tasks.values()] + [worker.server for worker in workers]
     return {server.name: server.observer for server in servers}
 

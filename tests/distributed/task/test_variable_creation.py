@@ -14,7 +14,7 @@ from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.task.variable_creation import VariableCreation
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.basic import ArrayInfo
-from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ProgramCall, VariablesCreated
+from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, VariablesCreated
 from dflow.lowering.programs.program import export_program
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import WireError
@@ -55,12 +55,12 @@ def task() -> Task:
     return Task()
 
 
-def variable(name: str, *calls: ProgramCall, **fields: Any) -> CreateVariable:
+def variable(name: str, *calls: tuple[int, tuple[int, ...]], **fields: Any) -> CreateVariable:
     return CreateVariable(name, "float32", (3,), calls=calls, **fields)
 
 
 def test_values_and_programs_make_variables(task: Task) -> None:
-    calls = (ProgramCall(0, (0,)), ProgramCall(0, (1,)))
+    calls = ((0, (0,)), (0, (1,)))
     answer = task.create(
         variable("sent", arrays=1),
         variable("made", *calls, arrays=1, result=4),
@@ -96,9 +96,9 @@ FAILING: dict[str, tuple[CreateVariable, list[Any], str]] = {
     ),
     "a value that is not there": (variable("v", arrays=1, result=1), [TEN], "WireError: .* names value 1, of 1"),
     "a negative number": (variable("v", arrays=1, result=-1), [TEN], "WireError: .* names value -1, of 1"),
-    "no such program": (variable("v", ProgramCall(1, ())), [], "WireError: .* names program 1, of 1"),
-    "no program": (variable("v", ProgramCall(0, (0,)), arrays=1), [TEN], "WireError: .* no exported program"),
-    "operands that do not fit": (variable("v", ProgramCall(0, ())), [], "VariableError: .*'v' cannot be run here"),
+    "no such program": (variable("v", (1, ())), [], "WireError: .* names program 1, of 1"),
+    "no program": (variable("v", (0, (0,)), arrays=1), [TEN], "WireError: .* no exported program"),
+    "operands that do not fit": (variable("v", (0, ())), [], "VariableError: .*'v' cannot be run here"),
 }
 
 
@@ -138,7 +138,7 @@ def test_a_program_is_compiled_once() -> None:
     registry = PlanRegistry(PS)
     noted = SimpleNamespace(program=lambda *given: (compiled.append(given), registry.program(*given))[1])
     message = CreateVariables(
-        tuple(variable(name, ProgramCall(0, (0,)), arrays=1, result=1) for name in "abc"),
+        tuple(variable(name, (0, (0,)), arrays=1, result=1) for name in "abc"),
         (ArrayInfo("float32", (3,)),) * 3,
         (len(DOUBLED),),
     )
