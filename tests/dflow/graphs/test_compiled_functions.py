@@ -28,7 +28,7 @@ def info_of(name: str) -> SimpleNamespace:
 
 
 def graph_of(name: str, trace: int = 0) -> Any:
-    return json.loads(graph(info_of(name).id, trace)["graph"])
+    return json.loads(bytes(graph(info_of(name).id, trace)["graph"]))
 
 
 def test_functions_are_listed_the_newest_trace_first() -> None:
