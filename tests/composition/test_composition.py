@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.composition import uses_in_process, uses_in_processes, uses_of_files, uses_on_a_cluster
+from tests.composition import uses_in_process, uses_of_files, uses_on_a_cluster
 from tests.composition.kind import Kind, Pair, Room, Use
 from tests.composition.kinds import KINDS
 from tests.composition.refusals import RIGHT, judged
+from tests.composition.uses_in_processes import RUNS, found_of, job
 from tests.effort import factor
 from tests.golden import UpdateMode
 
@@ -38,9 +39,12 @@ def chosen(use: int) -> list[str]:
     return [name for number, name in enumerate(KINDS) if (use + 2 * number) % PART == 0]
 
 
+_CHOSEN = {name: list(filter(is_installed, chosen(number))) for number, name in enumerate(RUNS, len(_LOCAL))}
+#: One job for all uses, whose processes take longer to start than a few pairs; one for each use with all kinds.
+_JOB = job(_CHOSEN)
 _TOGETHER = [
-    Use(name, "by processes together", run, uses_in_processes.job(name, list(filter(is_installed, chosen(number)))))
-    for number, (name, run) in enumerate(uses_in_processes.RUNS.items(), len(_LOCAL))
+    Use(name, "by processes together", run, _JOB if PART > 1 else job({name: _CHOSEN[name]}))
+    for name, run in RUNS.items()
 ]
 
 #: Every use, in the order of the docs: a new one is an entry of one of these files.
@@ -75,7 +79,7 @@ def record(use: Use, kind: Kind, outcome: str) -> None:
 def outcome(use: Use, kind: Kind, room: Any) -> str:
     """Run a pair, or look up what a job of processes has found of it; return RIGHT, or the remedy of its refusal."""
     if use in _TOGETHER:
-        return uses_in_processes.found_of(kind, room)
+        return found_of(use.name, kind, room)
     return judged(use.run, Pair(kind, use.name), *(() if room is None else (room,)))
 
 
@@ -133,10 +137,10 @@ def _cell(found: dict[str, str], names: list[str], remedies: list[str]) -> str:
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read by Keras when it is first imported
 
-#: A job of processes runs all chosen kinds of a use in the first test of it.
+#: A job of processes runs all its pairs in the first test of them, on one Python of CI.
 PAGE = Path(__file__).parents[2] / "docs/composition.md"
 PAIRS = [
-    pytest.param(use, KINDS[name], id=f"{use.name}-{name}")
+    pytest.param(use, KINDS[name], id=f"{use.name}-{name}", marks=[pytest.mark.once] if use in _TOGETHER else [])
     for number, use in enumerate(USES)
     for name in chosen(number)
 ]

@@ -1,6 +1,6 @@
 """Uses of state by two worker processes that compute together: `AllReduce`, also fully sharded, and `Hybrid`.
 
-One launched job runs all chosen kinds under a strategy, one after another, and writes what came of each.
+One launched job runs all chosen kinds under each strategy, one after another, and writes what came of each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.composition.kinds import KINDS, Shards
 from tests.composition.kinds_of_training import Table
 
 ROOT = Path(__file__).parents[2]
-#: Names of the kinds that a job runs, as a JSON list.
+#: Names of the kinds that a job runs by use, as JSON.
 CHOSEN = "COMPOSITION_KINDS"
 
 
@@ -100,36 +100,37 @@ RUNS: dict[str, Callable[[Pair, Any], Outcome]] = {
 }
 
 
-def main(use: str) -> None:
+def main() -> None:
     """Run the chosen kinds in a worker of a launched job, and write what came of them."""
     cluster = dflow.connect(collectives=True)
     from tests.composition.refusals import judged  # which imports this module, and makes arrays
 
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, dict[str, str]]] = {}
     path = Path(f"worker-{cluster.index}.json")
-    for name in json.loads(os.environ[CHOSEN]):
-        print("composition:", use, name, flush=True)
-        try:
-            found[name] = {"outcome": judged(RUNS[use], Pair(KINDS[name], use), cluster)}
-        except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
-        path.write_text(json.dumps(found))
+    for use, kinds in json.loads(os.environ[CHOSEN]).items():
+        of_use = found.setdefault(use, {})
+        for name in kinds:
+            print("composition:", use, name, flush=True)
+            try:
+                of_use[name] = {"outcome": judged(RUNS[use], Pair(KINDS[name], use), cluster)}
+            except Exception as error:
+                of_use[name] = {"error": f"{type(error).__name__}: {error}"}
+            path.write_text(json.dumps(found))
     cluster.close()
 
 
-def job(use: str, kinds: Sequence[str]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a room where a launched job has run a use of these kinds."""
+def job(chosen: Mapping[str, Sequence[str]]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return a room where a launched job has run each use with its chosen kinds."""
 
     @contextlib.contextmanager
     def room() -> Iterator[dict[str, Any]]:
         from tests.distributed.processes import Spawned
 
         with tempfile.TemporaryDirectory() as folder:
-            program = f"from tests.composition.uses_in_processes import main\nmain({use!r})\n"
-            (Path(folder) / "program.py").write_text(program)
+            (Path(folder) / "program.py").write_text("from tests.composition.uses_in_processes import main\nmain()\n")
             words = ("-m", "dflow", "launch", "--ps", "2", "--workers", "2", "program.py")
             path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-            options = {"PYTHONPATH": path, CHOSEN: json.dumps(list(kinds)), "KERAS_BACKEND": "jax"}
+            options = {"PYTHONPATH": path, CHOSEN: json.dumps(chosen), "KERAS_BACKEND": "jax"}
             with Spawned(*words, cwd=Path(folder), **options) as launched:
                 _, output = launched.finish()
             files = [Path(folder) / f"worker-{index}.json" for index in (0, 1)]
@@ -138,9 +139,10 @@ def job(use: str, kinds: Sequence[str]) -> Callable[[], contextlib.AbstractConte
     return room
 
 
-def found_of(kind: Kind, room: dict[str, Any]) -> str:
+def found_of(use: str, kind: Kind, room: dict[str, Any]) -> str:
     """Return what both workers of the job found of a pair. Raises AssertionError if one failed, or they differ."""
-    first, second = (one.get(kind.name, {"error": "the job ended before"}) for one in room["found"])
+    missing = {"error": "the job ended before"}
+    first, second = (one.get(use, {}).get(kind.name, missing) for one in room["found"])
     assert first == second, f"worker 0 found {first}, worker 1 {second}"
     assert "outcome" in first, first["error"] + ("" if room["found"][0] else room["output"][-4000:])
     outcome: str = first["outcome"]
