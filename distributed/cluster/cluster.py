@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.cluster.cluster_home import ClusterHome
 from dflow.distributed.cluster.cluster_steps import ClusterSteps
+from dflow.distributed.cluster.job_end import JobEnd
 from dflow.distributed.cluster.joined_server import joined_server, task_metrics
 from dflow.distributed.cluster.outgoing_requests import OutgoingRequests
 from dflow.distributed.coordinator.membership import FINISHED
@@ -221,6 +222,19 @@ class Cluster:
             return self.coordinator.ask(arrival).members
         finally:
             self.steps.state_changed()
+
+    @suggests_keywords
+    def while_running(self, job: str = "worker", *, every_s: float = 0.0) -> Iterator[bool]:
+        """Yield False until all tasks of `job` have ended, at intervals of at least `every_s`, and then True once.
+
+        For an evaluator, which is a task of another job: its last iteration sees the final state. A task of the job
+        that was lost, or never joined, has ended when none of the job has run for 120 s. Standalone, it is True.
+        raises  ConfigError for this task's own job, or a job that the cluster does not have; TransportClosed when the
+                coordinator is lost for good
+        """
+        if self.is_standalone:
+            return iter([True])
+        return JobEnd(self.coordinator.session, job, split_task_name(self.task)[0]).iterate(every_s)
 
     def report(self, name: str, value: float) -> None:
         """Add a result to the closing table of the run, in place of an earlier one of that name."""

@@ -17,6 +17,7 @@ never joined the cluster has failed.
 from __future__ import annotations
 
 import builtins
+import math
 import re
 import signal
 import time
@@ -50,6 +51,8 @@ from dflow.tracing.errors import DeadlineExceeded, TransportClosed
 START_S = 60.0
 POLL_S = 0.2
 STATUS_S = 2.0
+#: Time after which the launcher says that it waits for the tasks of another job, such as an evaluator, in s.
+LINGER_S = 30.0
 #: Time between the signal that ends a process and SIGKILL, in s.
 GRACE_S = 5.0
 DASHBOARD = "dashboard"
@@ -132,6 +135,10 @@ class _Task:
         return self.status is not None
 
 
+def _job_of(task: _Task) -> str:
+    return split_task_name(task.task)[0]
+
+
 class _Launch:
     def __init__(
         self, stop: StopSignal, plan: LaunchPlan, target: LaunchTarget, view: LaunchView, transport: Transport
@@ -153,6 +160,8 @@ class _Launch:
         self._status: Status | None = None
         #: By life of a task that was started again, how its process ended.
         self._ended: dict[int, str] = {}
+        #: When one job had ended and another had not, inf before that; None after this is shown.
+        self._lingers_since_s: float | None = math.inf
         #: Whether the launcher ends all tasks, so that the coordinator's lines tell what follows from that.
         self._is_ending = False
 
@@ -177,12 +186,27 @@ class _Launch:
             if self._dashboard is not None and (status := self._dashboard.poll()) is not None:
                 self._view.show_event(f"the dashboard ended: {describe_end(status)}; the run goes on without it")
                 self._dashboard = None
+            self._show_whom_it_waits_for()
             self._poll_status()
         self._poll_status()
         self._end(self._servers)
         self._poll_status()
         self._view.show_end(_with_ends(self._status, self._ended), self._ends(self._workers))
         return self._verdict([task.status for task in self._workers if task.status is not None]) or self._faults()
+
+    def _show_whom_it_waits_for(self) -> None:
+        """Show once which tasks run for `LINGER_S` after the end of a job: an evaluator may not know of that."""
+        left = [task for task in self._workers if not task.is_over]
+        ended = {_job_of(task) for task in self._workers} - {_job_of(task) for task in left}
+        if self._lingers_since_s is None or not left or not ended:
+            return
+        self._lingers_since_s = min(self._lingers_since_s, time.monotonic())
+        if time.monotonic() - self._lingers_since_s >= LINGER_S:
+            self._lingers_since_s, jobs, names = None, ", ".join(sorted(ended)), ", ".join(task.name for task in left)
+            self._view.show_event(
+                f"all tasks of {jobs} have ended, and the launch waits for {names}; a loop over "
+                f"cluster.while_running({min(ended)!r}) ends with that job"
+            )
 
     def end_early(self, remedy: str) -> None:
         """End the workers, then the task servers, and not yet the coordinator; show all ends, and last the remedy."""

@@ -13,14 +13,24 @@ import optax
 import pytest
 
 import dflow
+from dflow.distributed.cluster import job_end
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
+from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.coordinator_role import make_coordinator
 from dflow.distributed.task_role import join_cluster
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
-from dflow.tracing.errors import DeadlineExceeded, DeviceError, RemoteError, VariableError, VariableShapeError
+from dflow.tracing.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DeviceError,
+    RemoteError,
+    VariableError,
+    VariableShapeError,
+)
 from dflow.tracing.ir.updates import KINDS
+from tests.distributed.waiting import DEADLINE_S, until
 from tests.user_line import line_of
 
 SOON = ClusterSettings(join_timeout_s=0.2, request_timeout_s=30.0, step_timeout_s=30.0)
@@ -28,6 +38,33 @@ SOON = ClusterSettings(join_timeout_s=0.2, request_timeout_s=30.0, step_timeout_
 
 def zeros(*shape: int) -> Callable[[], jax.Array]:
     return lambda: jnp.zeros(shape)
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["finish", "lost"])
+def test_a_task_of_another_job_iterates_until_all_workers_have_ended(
+    monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    with (
+        memory_cluster(ps=1, workers=2) as memory,
+        closing(memory.worker(0)) as first,
+        closing(memory.worker(1)) as second,
+    ):
+        place = memory.coordinator.address, memory.network
+        with closing(join_cluster(*place, job="evaluator", index=0, store=Store(), address="")) as evaluator:
+            loop = evaluator.while_running()
+            assert not next(loop)
+            first.close()
+            assert not next(loop)
+            second.coordinator.leave("killed" if is_lost else FINISHED)
+            if is_lost:
+                until(lambda: evaluator.tasks == ("/job:ps/task:0", evaluator.task))
+                assert not next(loop)  # it may be started again
+                monkeypatch.setattr(job_end, "AGAIN_S", 0.0)
+            assert [*loop][-1]
+            assert [*evaluator.while_running(every_s=DEADLINE_S)] == [True]
+            with pytest.raises(ConfigError, match="a job other than 'evaluator', got 'wroker'; the jobs are ps, work"):
+                evaluator.while_running("wroker")
+    assert [*dflow.connect().while_running()] == [True]
 
 
 def test_variables_are_spread_and_slots_are_with_what_they_belong_to(worker: Cluster) -> None:

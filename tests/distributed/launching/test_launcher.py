@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 import dflow
+from dflow.distributed.launching import launcher
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.launcher import LONGEST_CAUSE, _Launch, _with_ends, cause_of
 from dflow.distributed.process.stop_signal import StopSignal
@@ -353,6 +354,24 @@ def test_what_a_coordinator_tells_of_tasks_that_are_being_ended_is_only_logged(i
     ending.end_early("")
     lines = [("coordinator", "before"), ("coordinator", "no worker takes part in it any more")]
     assert (shown, logged) == ((lines[:1], lines[1:]) if is_running else (lines, []))
+
+
+def test_a_launch_says_once_which_tasks_it_waits_for_after_the_end_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unused: Any = None
+    shown: list[str] = []
+    view: Any = SimpleNamespace(show_event=shown.append)
+    launched = _Launch(Stopped(), LaunchPlan("a.py", jobs={"worker": 2, "evaluator": 1}), unused, view, unused)
+    monkeypatch.setattr(launcher, "LINGER_S", 0.0)
+    for worker in launched._workers[:2]:
+        launched._show_whom_it_waits_for()
+        assert not shown
+        worker.status = 0
+    launched._show_whom_it_waits_for()
+    launched._show_whom_it_waits_for()
+    assert len(shown) == 1
+    assert shown[0].startswith("all tasks of worker have ended, and the launch waits for evaluator:0; a loop over")
 
 
 def test_the_end_of_a_process_that_was_started_again_is_the_one_that_the_launcher_saw() -> None:
