@@ -20,7 +20,7 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log, SendReply
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
-from dflow.distributed.coordinator.membership import ReleaseTask
+from dflow.distributed.coordinator.membership import NORMAL_ENDS, ReleaseTask
 from dflow.distributed.coordinator.progress_watch import ProgressWatch
 from dflow.distributed.snapshots.resumption import BEGINNING, EPOCH, SNAPSHOT, Epoch, Snapshot, newest_snapshot, resumed
 from dflow.distributed.snapshots.snapshot_messages import (
@@ -201,12 +201,18 @@ class ClusterSnapshots(CoordinatorPart):
         if self.phase is not SnapshotPhase.HOLDING:
             for one in left:
                 self.leaving.pop(one.task, None)
-        return [command for one in left for command in self._left_or_replaced(one.task, at_s)]
+        commands: list[Command] = []
+        for one in left:
+            # At the end of a job task servers stop, perhaps while a snapshot is made, which nobody needs any more.
+            commands += self._left_or_replaced(one.task, at_s, is_logged=one.reason not in NORMAL_ENDS)
+        return commands
 
-    def _left_or_replaced(self, task: str, at_s: float, *, may_have_begun_a_step: bool = False) -> list[Command]:
+    def _left_or_replaced(
+        self, task: str, at_s: float, *, may_have_begun_a_step: bool = False, is_logged: bool = True
+    ) -> list[Command]:
         is_made = self.phase in (SnapshotPhase.CAPTURING, SnapshotPhase.WRITING)
         if is_made and (task in self._attempt.snapshot.tasks or may_have_begun_a_step):
-            return self.abandon(at_s, f"{short_task_name(task)} has left or joined again")
+            return self.abandon(at_s, f"{short_task_name(task)} has left or joined again", is_logged=is_logged)
         return []
 
     # Requests that wait for a snapshot.
@@ -324,16 +330,18 @@ class ClusterSnapshots(CoordinatorPart):
         self.leaving = {task: ask for task, ask in self.leaving.items() if ask is not None}
         return self._pauses.withdraw(TO_CAPTURE)
 
-    def abandon(self, at_s: float, why: str = "", least_s: float = 0.0) -> list[Command]:
+    def abandon(self, at_s: float, why: str = "", least_s: float = 0.0, *, is_logged: bool = True) -> list[Command]:
         """End the snapshot that is being made, and its pause; the last committed one stays. The next one is delayed.
 
-        why      logged, and refuses the announced leaves with TaskLost; if empty, they wait for the next snapshot
-        least_s  least time to the next attempt, in s
+        why        refuses the announced leaves with TaskLost; if empty, they wait for the next snapshot
+        least_s    least time to the next attempt, in s
+        is_logged  whether `why` is logged
         """
         commands: list[Command] = self._pauses.withdraw(TO_CAPTURE)
         retry_s = 0.0 if self.phase is SnapshotPhase.IDLE else self.schedule.failed(at_s, least_s)
         if why:
-            commands = [Log(f"a snapshot is abandoned, and no other begins for {retry_s:g} s: {why}"), *commands]
+            text = f"a snapshot is abandoned, and no other begins for {retry_s:g} s: {why}"
+            commands = [*([Log(text)] if is_logged else []), *commands]
             commands += self._answer_leaving(Failure("TaskLost", f"no snapshot could be made: {why}"))
             self.leaving = {}
         self.phase = SnapshotPhase.IDLE

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from dflow.distributed.coordinator.coordinator_events import PeerClosed
 from dflow.distributed.snapshots.cluster_snapshots import CAPTURE_S, ClusterSnapshots, SnapshotPhase
 from dflow.distributed.snapshots.pause_messages import PauseSteps
@@ -193,14 +197,16 @@ def test_a_part_that_cannot_be_written_leaves_the_last_snapshot_in_place() -> No
     assert "ps:0, ps:1 returned to snapshot 1; 15 steps are done again" in tasks.log
 
 
-def test_a_snapshot_ends_when_a_task_with_a_part_of_it_is_started_again() -> None:
+@pytest.mark.parametrize("end", [Tasks.start_again, Tasks.stop])
+def test_a_snapshot_ends_with_a_task_that_has_a_part_of_it_and_silently_at_a_normal_end(end: Any) -> None:
     tasks = Tasks()
     tasks.tick()
     tasks.each(*tasks.peer)
     assert sent(tasks, CaptureState) == {*PS}
-    tasks.start_again(PS[1])
+    end(tasks, PS[1])
+    assert tasks.state.core.part(ClusterSnapshots).phase is not SnapshotPhase.CAPTURING
     text = "a snapshot is abandoned, and no other begins for 1 s: ps:1 has left or joined again"
-    assert text in tasks.log
+    assert (text in tasks.log) == (end is Tasks.start_again)
 
 
 def test_a_task_that_does_not_capture_its_state_holds_up_the_steps_for_a_while_only() -> None:
