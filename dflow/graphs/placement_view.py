@@ -234,10 +234,10 @@ def _chosen(decision: Decision) -> dict[int, tuple[str, int]]:
     """Return, for each unit placed by the search, the reason for its device and the number of its region."""
     problem, assignment = decision.problem, decision.found.assignment
     found = {}
-    for number, other in enumerate(alternatives(problem, assignment)):
-        gain = f"ends {_time(other.loss_s)} earlier than" if other.loss_s > 0 else "ends as early as"
-        reason = f"chosen: the step {gain} with {problem.machine.names[other.device]}"
-        found.update(dict.fromkeys(other.region, (reason, number)))
+    for number, (region, device, loss_s) in enumerate(alternatives(problem, assignment)):
+        gain = f"ends {_time(loss_s)} earlier than" if loss_s > 0 else "ends as early as"
+        reason = f"chosen: the step {gain} with {problem.machine.names[device]}"
+        found.update(dict.fromkeys(region, (reason, number)))
     return found
 
 

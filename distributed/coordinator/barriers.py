@@ -66,12 +66,6 @@ class _Record(msgspec.Struct, frozen=True):
     until_s: float = 0.0
 
 
-class _Forgotten(msgspec.Struct, frozen=True):
-    """The greatest generation number of all forgotten barriers; a name that is used again counts on from it."""
-
-    number: int = 0
-
-
 @dataclass
 class _Barrier:
     """A barrier: its durable part, and the arrivals that wait by task, for this generation or for the next."""
@@ -116,7 +110,8 @@ class Barriers(CoordinatorPart):
             name: _Barrier(name, "", record.generation, record.passed, record.until_s)
             for name, record in self._records.load(_BARRIER, _Record)
         }
-        self._forgotten = self._records.load_one(_FORGOTTEN, _Forgotten()).number
+        #: The greatest generation number of all forgotten barriers; a name that is used again counts on from it.
+        self._forgotten = self._records.load_one(_FORGOTTEN, {"number": 0})["number"]
 
     @requests.handles(AwaitBarrier)
     def arrive(self, request: AwaitBarrier, received: Received) -> list[SendReply]:
@@ -225,7 +220,7 @@ class Barriers(CoordinatorPart):
     def _forget(self, name: str) -> None:
         self._forgotten = max(self._forgotten, self._barriers.pop(name).generation.number)
         self._records.drop(_BARRIER + name)
-        self._records.put(_FORGOTTEN, _Forgotten(self._forgotten))
+        self._records.put(_FORGOTTEN, {"number": self._forgotten})
 
 
 def _refuse(barrier: _Barrier, tasks: Iterable[str], failure: Failure) -> list[SendReply]:

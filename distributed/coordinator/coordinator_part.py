@@ -137,7 +137,7 @@ class CoordinatorPart:
         return 0
 
     @classmethod
-    def records_of(cls, copy: Any, before: DurableRecords) -> Iterable[tuple[str, msgspec.Struct]]:
+    def records_of(cls, copy: Any, before: DurableRecords) -> Iterable[tuple[str, msgspec.Struct | Mapping[str, Any]]]:
         """Return keys and records of the part in a cluster that goes on from a copy; `before` has the earlier ones."""
         return ()
 

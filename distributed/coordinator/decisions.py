@@ -22,10 +22,6 @@ from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.coordination import Decided, DecideOnce, Elected, ElectOnce
 
 
-class _Decision(msgspec.Struct, frozen=True):
-    value: str
-
-
 class _Office(msgspec.Struct, frozen=True):
     """The elected task and its life; `vacant` if that life failed, so that another task may be elected."""
 
@@ -42,7 +38,7 @@ class Decisions(CoordinatorPart):
     def __init__(self, core: CoordinatorCore) -> None:
         super().__init__(core)
         self._records = records = core.records
-        self._values = {what: found.value for what, found in records.load(_DECISION, _Decision)}
+        self._values = {what: found["value"] for what, found in records.load(_DECISION, dict[str, str])}
         self._offices = dict(records.load(_OFFICE, _Office))
 
     @requests.handles(DecideOnce)
@@ -50,7 +46,7 @@ class Decisions(CoordinatorPart):
         what, value = request.what, request.value
         if what not in self._values and value is not None:
             self._values[what] = value
-            self._records.put(_DECISION + what, _Decision(value))
+            self._records.put(_DECISION + what, {"value": value})
         return Decided(self._values.get(what))
 
     @requests.handles(ElectOnce)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from dflow.tracing.errors import InternalError
 
-Record = TypeVar("Record", bound=msgspec.Struct)
+Record = TypeVar("Record")
 
 #: Prefix of the keys of records that the coordinator's shell and its launcher keep beside those of the state.
 SHELL = "shell/"
@@ -61,7 +61,7 @@ class DurableRecords:
         """Return the initial record under `key`; `default` if there is none."""
         return next((record for _, record in self.load(key, type(default))), default)
 
-    def put(self, key: str, record: msgspec.Struct) -> None:
+    def put(self, key: str, record: msgspec.Struct | Mapping[str, Any]) -> None:
         """Set or replace a record; the next `take_changes` returns the change."""
         self.changed[key] = _ENCODER.encode(record)
 

@@ -93,13 +93,6 @@ class ClusterIdentity(msgspec.Struct, frozen=True):
     epoch: int = 0
 
 
-class _RosterVersion(msgspec.Struct, frozen=True):
-    """Number of changes of the roster, and number of tasks that have left."""
-
-    version: int = 0
-    left: int = 0
-
-
 class Membership:
     """The tasks of one cluster, kept in `records`.
 
@@ -129,9 +122,9 @@ class Membership:
         self._lives_of: dict[str, list[int]] = {}
         self._expected = dict.fromkeys(task_name(job, index) for job, count in jobs.items() for index in range(count))
         self.identity = records.load_one(_IDENTITY, ClusterIdentity())
-        counted = records.load_one(_VERSION, _RosterVersion())
-        self.version = self._published = counted.version
-        self.left_in_all = counted.left
+        counted = records.load_one(_VERSION, {"version": 0, "left": 0})
+        self.version = self._published = counted["version"]
+        self.left_in_all = counted["left"]
         self._ticked_at_s: float | None = None
         #: Whether a death is not published yet.
         self._has_death = False
@@ -438,7 +431,7 @@ class Membership:
         self._changed_at.pop(life, None)
         # Removed and inserted again, so that the dict stays ordered by version.
         self._changed_at[life] = self.version
-        self._records.put(_VERSION, _RosterVersion(self.version, self.left_in_all))
+        self._records.put(_VERSION, {"version": self.version, "left": self.left_in_all})
         self._records.put(f"{_LIFE}{life:012d}", self._joined[life])
 
     @staticmethod

@@ -23,10 +23,6 @@ class _Start(msgspec.Struct, frozen=True):
     found: int
 
 
-class _Revision(msgspec.Struct, frozen=True):
-    revision: int = 0
-
-
 class StateMarks:
     """History of the coordinator's starts and writes, kept in `records`.
 
@@ -36,7 +32,7 @@ class StateMarks:
     def __init__(self, records: DurableRecords) -> None:
         self._records = records
         self._starts = [start for _, start in records.load(_START, _Start)]
-        self._revision = records.load_one(REVISION, _Revision()).revision
+        self._revision = records.load_one(REVISION, {"revision": 0})["revision"]
 
     @property
     def newest(self) -> Mark:
@@ -52,7 +48,7 @@ class StateMarks:
     def written(self) -> None:
         """Count a write of the state."""
         self._revision += 1
-        self._records.put(REVISION, _Revision(self._revision))
+        self._records.put(REVISION, {"revision": self._revision})
 
     def missing(self, mark: Mark) -> str:
         """Describe the changes up to `mark` that this state lacks; empty if it has all."""

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import SentPayload, encode_values
 from dflow.distributed.wire.messages.roster import EdgeTraffic, summed_by_edge
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, Values
-from dflow.lowering.queues.channel import ITERATION, Channel, Deliver, NotConnected, Sent, StepId
+from dflow.lowering.queues.channel import Channel, Deliver, NotConnected, Sent, StepId, edge_alone
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.steps.step_events import RECEIVED, SENT, WAIT_EXPIRED
@@ -41,12 +41,6 @@ LOGGER = logging.getLogger("dflow")
 
 #: Limit of the bytes at a task that other tasks pushed and that are not taken.
 WINDOW_BYTES = 256 << 20
-
-
-@dataclass
-class _Total:
-    messages: int = 0
-    size_bytes: int = 0
 
 
 #: Values sent within this task, or the payload with those of another task.
@@ -109,8 +103,8 @@ class TaskChannel:
         #: Stop all deadlines: no wait expires any more.
         self.close = self._clock.close
         self._deadlines = Deadlines(wait_timeout_s, self._waits, self._expire, self._clock, self._lock)
-        #: Sent messages by edge, destination and number of values in each, so that a message costs one count.
-        self._traffic: dict[tuple[str, str, int], _Total] = defaultdict(_Total)
+        #: Number of sent messages and their bytes, by edge, destination and number of values in each.
+        self._traffic: dict[tuple[str, str, int], tuple[int, int]] = {}
         self._taken_in: Counter[str] = Counter()
         self._outflow: Outflow[_OfferedValues] = Outflow(window_bytes)
         self._inflow = Inflow(window_bytes)
@@ -160,9 +154,9 @@ class TaskChannel:
     def _sent(self, step: StepId, edge: str, destination: str, count: int, size_bytes: int, began: int) -> None:
         self._recorder.append((self._recorder.clock(), SENT, step, edge, destination, size_bytes, began))
         with self._lock:
-            total = self._traffic[edge.partition(ITERATION)[0], destination, count]
-            total.messages += 1
-            total.size_bytes += size_bytes
+            key = edge_alone(edge), destination, count
+            messages, total_bytes = self._traffic.get(key, (0, 0))
+            self._traffic[key] = messages + 1, total_bytes + size_bytes
 
     def receive(
         self,
@@ -316,10 +310,10 @@ class TaskChannel:
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """Messages, values and bytes sent since the start, per edge and destination."""
         with self._lock:
-            sent = [(key, total.messages, total.size_bytes) for key, total in self._traffic.items()]
+            sent = [*self._traffic.items()]
         return summed_by_edge(
             EdgeTraffic(edge, self._name, destination, count * messages, size_bytes, messages)
-            for (edge, destination, count), messages, size_bytes in sent
+            for (edge, destination, count), (messages, size_bytes) in sent
         )
 
     def taken_in(self) -> dict[str, int]:

@@ -27,11 +27,6 @@ _PART = re.compile(r"(.*) ([0-9]+)-[0-9]+", re.DOTALL)
 _PLAN, _PROGRESS, _NOT_FINITE, _ROUNDS = "training plan/", "progress/", "not finite/", "rounds/"
 
 
-class _Rounds(msgspec.Struct, frozen=True):
-    done: int
-    total: int
-
-
 class ProgressCopy(msgspec.Struct, frozen=True):
     """The counts of all runs of training, and of those whose steps are rounds, as in `Counts`."""
 
@@ -57,7 +52,7 @@ class RunProgress(CoordinatorPart):
         self._claimed: dict[str, tuple[int, int]] = {}
         #: The same of runs of synchronous training. They have records only in a cluster that goes on from a snapshot,
         #: since workers report them repeatedly.
-        self._rounds = {name: (found.done, found.total) for name, found in records.load(_ROUNDS, _Rounds)}
+        self._rounds = {name: (one["done"], one["total"]) for name, one in records.load(_ROUNDS, dict[str, int])}
         #: Texts for the log.
         self.news: list[str] = []
 
@@ -141,13 +136,15 @@ class RunProgress(CoordinatorPart):
         return ProgressCopy(self.counts(), dict(self._rounds))
 
     @classmethod
-    def records_of(cls, copy: ProgressCopy, before: DurableRecords) -> Iterator[tuple[str, msgspec.Struct]]:
+    def records_of(
+        cls, copy: ProgressCopy, before: DurableRecords
+    ) -> Iterator[tuple[str, msgspec.Struct | Mapping[str, Any]]]:
         """Yield the records of the rounds, and of the plans that have a part among the copied runs.
 
         Other plans are left out: their programs send them again. No plan is over: its program sends that again too.
         """
         for name, (done, total) in copy.rounds.items():
-            yield _ROUNDS + name, _Rounds(done, total)
+            yield _ROUNDS + name, {"done": done, "total": total}
         begun = {part[1] for run in copy.counts if (part := _PART.fullmatch(run)) is not None}
         for name, plan in before.load(_PLAN, TrainingPlan):
             if name in begun:

@@ -31,14 +31,6 @@ class Scored(NamedTuple):
         return self.score[1]
 
 
-class Alternative(NamedTuple):
-    """The best other device for a region, and the time in s that it adds to a step."""
-
-    region: tuple[int, ...]
-    device: int
-    loss_s: float
-
-
 def predicted(problem: Problem, assignment: Assignment, *, with_memory: bool = True) -> Prediction:
     """Return the predicted step of the assignment: that of its calls."""
     calls, devices, _ = as_calls(problem, assignment)
@@ -134,8 +126,8 @@ def regions(problem: Problem, assignment: Assignment) -> list[tuple[int, ...]]:
     return found
 
 
-def alternatives(problem: Problem, assignment: Assignment) -> list[Alternative]:
-    """Return the next best device of each region, with all else unchanged."""
+def alternatives(problem: Problem, assignment: Assignment) -> list[tuple[tuple[int, ...], int, float]]:
+    """Return each region, the next best device for it, all else unchanged, and the time in s that adds to a step."""
     base, found = scored(problem, assignment).step_s, []
     for region in regions(problem, assignment):
         others = []
@@ -144,7 +136,7 @@ def alternatives(problem: Problem, assignment: Assignment) -> list[Alternative]:
             new = tuple(move.get(unit, now) for unit, now in enumerate(assignment))
             others += [(scored(problem, new).score, device)] if new != assignment else []
         (_, step_s), device = min(others)
-        found.append(Alternative(region, device, step_s - base))
+        found.append((region, device, step_s - base))
     return found
 
 
