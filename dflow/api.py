@@ -7,6 +7,7 @@ from dflow.calls.trace_log import RetraceWarning
 from dflow.cluster import connect
 from dflow.config import configure
 from dflow.distributed.cluster.cluster import ClusterSettings
+from dflow.distributed.training.compiled_step import compile_steps_by
 from dflow.exporting.exporter import Exported, export, spec
 from dflow.exporting.loader import Loaded, load
 from dflow.graphs.graph_view import GraphView, graph
@@ -71,6 +72,8 @@ from dflow.training.optimizer import Optimizer
 from dflow.training.restoring import RestoreReport, restore
 from dflow.training.saving import save
 from dflow.training.sharded_updates import ShardedUpdateWarning
+
+compile_steps_by(jit)
 
 __all__ = [
     "AccumulatorError",

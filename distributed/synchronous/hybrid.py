@@ -37,6 +37,7 @@ class Hybrid(AllReduce):
     """
 
     run_prefix = "hybrid"
+    compiles_steps = True
 
     @suggests_keywords
     def __init__(self, cluster: Cluster, *, job: str = "ps") -> None:

@@ -318,10 +318,7 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseG
     if key not in looks:
         if not hasattr(step, "trace"):
             name = getattr(step, "__name__", f"a {type(step).__name__}")
-            raise StrategyError(
-                f"the step: expected a function of dflow.jit, got {name}",
-                _UPDATES if hasattr(step, "signatures") else "decorate it with @dflow.jit",
-            )
+            raise StrategyError(f"the step: expected a function of dflow.jit, got {name}", _UPDATES)
         looks[key] = _look(step, arguments, dense)
     return looks[key]
 
@@ -333,8 +330,8 @@ def _look(step: Any, arguments: Sequence[Any], dense: DenseGradients | None) -> 
     if not found.is_apart:
         return found.found(step, stage)
     raise StrategyError(
-        f"{step.__name__} gives gradients to {', '.join(found.names)} in several functions that jax.jit or another "
-        f"transformation traces, and a synchronous step gives them in one",
+        f"{getattr(step, '__name__', 'the step')} gives gradients to {', '.join(found.names)} in several functions "
+        f"that jax.jit or another transformation traces, and a synchronous step gives them in one",
         "compile the functions by dflow.jit in place of jax.jit, or return the gradients and apply all in the step",
     )
 

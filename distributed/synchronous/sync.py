@@ -42,6 +42,7 @@ class Sync(Strategy):
     """
 
     run_prefix = "sync_run"
+    compiles_steps = True
 
     @suggests_keywords
     def __init__(self, cluster: Cluster, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.process.termination import Terminated, TerminationGuard, held_back_in_steps
 from dflow.distributed.training.batch_supply import END, BatchSupply
+from dflow.distributed.training.compiled_step import compiled
 from dflow.distributed.training.open_runs import OpenRun, OpenRuns
 from dflow.tracing.accepted_faults import SHORT, is_accepted
 from dflow.tracing.errors import DflowError, InternalError, StrategyError
@@ -65,6 +66,8 @@ class Strategy:
     run_prefix: ClassVar[str] = "run"
     #: Whether the loops of all workers end after the same step.
     ends_together: ClassVar[bool] = False
+    #: Whether a step is one program, so that a step of plain Python is compiled, also in a standalone process.
+    compiles_steps: ClassVar[bool] = False
     #: The job whose tasks hold the variables.
     _job = "ps"
 
@@ -106,7 +109,8 @@ class Strategy:
     ) -> Generator[StepResult]:
         """Call `step(*batch)` with this worker's own batches, and yield the result of each call.
 
-        step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
+        step     a `dflow.jit` function, or a Python function: `Sync` and `Hybrid` compile that as `dflow.jit` does, the
+                 others call it as it is. A scalar or a dict of scalars that it returns is shown as its progress
         batches  tuples of arguments (any other value is passed as the only argument); when they end or the program
                  leaves the loop, the run ends for this worker, and the other workers go on without it. A standalone
                  process raises StrategyError when they end before the steps are done, unless `DFLOW_ACCEPT=short`. Or a
@@ -117,10 +121,10 @@ class Strategy:
         After SIGTERM, if the program does not handle it, the loop ends with the step that runs: it reports the steps
         that are done, leaves the cluster, and raises SystemExit with the status 143.
 
-        raises   from the loop, not from this call: StrategyError for other `batches`, and for `steps` that are no
-                 integer of at least 0; VariableError when the optimizer of a step has variables that are not on tasks,
-                 so that no other worker sees them; the errors that the class lists; StrategyError if the program closes
-                 the cluster in the loop, before the last step
+        raises   from the loop, not from this call: StrategyError for other values of `step` and `batches`, and for
+                 `steps` that are no integer of at least 0; VariableError when the optimizer of a step has variables
+                 that are not on tasks, so that no other worker sees them; the errors that the class lists;
+                 StrategyError if the program closes the cluster in the loop, before the last step
         """
         opened = OpenRun()
         return self.cluster.part(OpenRuns).add(self._loop(step, batches, steps, name, opened), opened)
@@ -128,6 +132,10 @@ class Strategy:
     def _loop(
         self, step: Callable[..., Any], batches: Any, steps: int, name: str | None, opened: OpenRun
     ) -> Generator[Any]:
+        if not callable(step):
+            raise StrategyError(
+                f"run: expected a function for step, got {step!r}", "give the step first, and then the batches"
+            )
         try:
             count = operator.index(steps)
         except TypeError:
@@ -138,6 +146,7 @@ class Strategy:
             raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
         supply = batches if isinstance(batches, BatchSupply) else BatchSupply(batches)
         run = name or run_name(self.cluster, self.run_prefix)
+        step = compiled(step) if self.compiles_steps else step
         try:
             yield from opened.of(run, self._guarded(run, count, step, supply, opened))
         except DflowError as error:

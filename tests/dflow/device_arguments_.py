@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import dflow
 from tests.dflow.on_devices import X, on, variable
+from tests.several_devices import DEVICES
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 7])
@@ -114,6 +116,32 @@ def test_an_argument_on_another_device_than_a_variable_names_the_variable() -> N
             with pytest.raises(ValueError, match=r"incompatible devices .* variable 'spread' with shape") as caught:
                 run(there)
             assert "_dflow" not in str(caught.value)
+
+
+def test_all_reduce_divides_the_ids_of_strings_over_the_devices() -> None:
+    names = np.array([f"user-{number % 5}" for number in range(2 * DEVICES)])
+    batch = {"user": names, "wanted": np.arange(2.0 * DEVICES, dtype=np.float32)}
+    losses = []
+    for _ in range(2):
+        table = dflow.Embedding(64, 2, vocabulary=dflow.Vocabulary(), name="names")
+        sgd = dflow.Optimizer(optax.sgd(0.1), [table], name="sgd")
+
+        @dflow.jit
+        def step(batch: Any, table: Any = table, sgd: Any = sgd) -> Any:
+            found = table.find(batch["user"])
+
+            def loss() -> Any:
+                return ((table(found).sum(-1) - batch["wanted"]) ** 2).mean()
+
+            value, gradients = dflow.value_and_grad(loss, [table])()
+            sgd.apply(gradients, found=found)
+            return value
+
+        strategy = dflow.distributed.AllReduce(dflow.connect())
+        assert strategy.mesh.size == DEVICES
+        run = strategy.run(step, iter([batch] * 3), steps=3) if not losses else map(step, [batch] * 3)
+        losses.append([*map(float, run)])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize("given", ["cpu:2", "cpu:3"])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ import optax
 import pytest
 
 import dflow
+from dflow.distributed.collectives.agreed_programs import AgreedPrograms
+from dflow.distributed.collectives.collectives import Collectives
 from dflow.testing import memory_cluster
 
 NAMES = [f"user-{number}" for number in range(6)]
@@ -93,14 +96,27 @@ def test_a_step_takes_ids_as_they_are(form: str) -> None:
     assert len(program.step.trace_log()) <= 2  # integers: once before the first beyond 32 bits, and once after it
 
 
+def hybrid(worker: Any) -> Any:
+    """Return the strategy of a group of one worker, which has no runtime to start."""
+    collectives = worker.part(Collectives)
+    collectives.group = SimpleNamespace(
+        number=1, names=("worker:0",), index=0, exchange=lambda _, word: (word,), computing=nullcontext
+    )
+    collectives.programs = AgreedPrograms(collectives.group)
+    return dflow.distributed.Hybrid(worker)
+
+
 STRATEGIES = {
+    "hybrid": hybrid,
     "async": dflow.distributed.Async,
     "ahead": lambda worker: dflow.distributed.Async(worker, prefetch=True, lookahead=True),
     "sync": dflow.distributed.Sync,
 }
 
 
-@pytest.mark.parametrize(("form", "strategy"), [("list", "sync"), ("list", "ahead"), ("int64", "async")])
+@pytest.mark.parametrize(
+    ("form", "strategy"), [("list", "sync"), ("list", "ahead"), ("int64", "async"), ("arrow", "hybrid")]
+)
 def test_a_strategy_takes_ids_as_they_are(form: str, strategy: str, caplog: Any) -> None:
     rows, losses = expected(form)
     batches = [{"user": FORMS[form](users_of(step))} for step in range(STEPS)]
