@@ -36,6 +36,7 @@ from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.wire.messages.roster import Roster
+from dflow.lowering.queues.timers import TIMERS
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, TaskLost
 
@@ -207,11 +208,10 @@ class ProcessGroup:
             ", ".join(self.names),
         )
         self._is_lost.set()
-        threading.Thread(target=self._end_soon, name="dflow group", daemon=True).start()
+        # By a thread that runs already: from Python 3.12 on none can be started once the program exits.
+        TIMERS.after(GRACE_S, self._end_unless_closed)
 
-    def _end_soon(self) -> None:
-        """Wait `GRACE_S`, and end the process unless the group is closed by then."""
-        threading.Event().wait(GRACE_S)
+    def _end_unless_closed(self) -> None:
         if not self._is_closed:
             _end_now(STATUS)
 

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -70,8 +71,9 @@ class FlightRecorder:
             return self._newest
 
     def dump_soon(self, why: str) -> None:
-        """Call `dump` on a new thread, and log the path."""
-        threading.Thread(target=self._dump_and_say, args=(why,), name="dflow dump", daemon=True).start()
+        """Call `dump` on a new thread, and log the path; does nothing if none can start, as when the program exits."""
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=self._dump_and_say, args=(why,), name="dflow dump", daemon=True).start()
 
     def _dump_and_say(self, why: str) -> None:
         path = self.dump(why)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import SimpleNamespace
@@ -36,8 +38,10 @@ from dflow.distributed.process.termination import Terminated
 from dflow.distributed.transport.loopback import LOOPBACK, loopback
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
+from dflow.lowering.queues.timers import TIMERS
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import StrategyError, TaskLost
+from tests.distributed.waiting import DEADLINE_S
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
@@ -310,6 +314,21 @@ def test_a_process_that_the_coordinator_refuses_is_in_no_group(group: ProcessGro
     coordinator.refuse("the coordinator did not take this task back")
     with pytest.raises(TaskLost, match="is over: the coordinator did not take this task back"):
         fail(group, ValueError("Gloo AllReduce failed"))
+
+
+def test_a_lost_group_ends_the_process_also_while_it_exits_and_can_start_no_thread(
+    group: ProcessGroup, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr(process_group, "_end_now", ends.put)
+    monkeypatch.setattr(process_group, "GRACE_S", 0.0)
+    TIMERS.after(0.0, lambda: None)  # as `dflow.connect` does
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    coordinator.lose("its process has ended")
+    assert ends.get(timeout=DEADLINE_S) == process_group.STATUS
 
 
 @pytest.mark.parametrize("left", ["", "finished"])
