@@ -58,6 +58,8 @@ class HeldAccumulator(SharedResource):
         self._settings, self._type = settings, type
         self.machine = AccumulatorMachine(settings.limit)
         self._sum: Sum | None = None
+        #: By giver, the newest step for which it has given a gradient that was added.
+        self._given: dict[str, int] = {}
         #: The operands of the gradients kept aside, by ticket.
         self._kept: dict[int, Sequence[Any]] = {}
 
@@ -104,16 +106,21 @@ class HeldAccumulator(SharedResource):
         self._do(act, "")
 
     def apply(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
-        """Add a gradient; return whether it was fresh."""
+        """Add a gradient; return whether it was fresh. A second one of a giver for a step is taken for the first."""
         *gradient, number = _owned(op, operands)
         step, fresh = int(number), False
 
         def add() -> list[Give]:
             nonlocal fresh
+            if op.giver and step >= self.machine.step and self._given.get(op.giver) == step:
+                fresh = True
+                return []
             fresh = self.machine.is_fresh(step)
             if fresh:
                 # Before the machine hands the sum to a take. If this fails, nothing has changed.
                 self._sum = self._with(self._sum, [gradient], op.line)
+                if op.giver:
+                    self._given[op.giver] = step
             return self.machine.apply(step)
 
         self._do(add, op.line)
@@ -254,7 +261,8 @@ class HeldAccumulator(SharedResource):
         )
 
     def _clear(self) -> None:
-        self.machine, self._sum, self._kept = AccumulatorMachine(self._settings.limit), None, {}
+        self.machine, self._sum = AccumulatorMachine(self._settings.limit), None
+        self._kept, self._given = {}, {}
 
     rules: ClassVar[Mapping[str, Rule]] = {
         ops.accumulator_apply.name: immediate(apply),

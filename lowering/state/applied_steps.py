@@ -197,7 +197,7 @@ class StepAttempt:
         self, step: StepOfRun, applied: _CallRecord, changed: threading.Condition, lock: threading.Lock, owner: str
     ) -> None:
         self._step, self._applied, self._changed, self._lock, self._owner = step, applied, changed, lock, owner
-        self.is_synchronous = step.is_synchronous
+        self.run, self.is_synchronous = step.run, step.is_synchronous
         #: Whether it is also an attempt at the changes that programs make.
         self.covers_programs = not isinstance(step, OwnStep)
         #: Number of changes of this attempt by key, made or skipped.

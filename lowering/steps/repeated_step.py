@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import msgspec
 
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import Cancel, HeldResource, OnResults
@@ -68,5 +69,6 @@ def start_once(
 ) -> Cancel:
     """Start an op on a queue or accumulator, unless an earlier attempt has made it; as `HeldResource.start`."""
     if not held.is_recorded:
-        return held.start(op, operands, on_results)
+        # A round is opened again after a failed update, for further gradients, but has one of each worker.
+        return held.start(msgspec.structs.replace(op, giver=attempt.run), operands, on_results)
     return attempt.start_once(key, partial(held.start, op, operands), on_results, has_results=has_results)

@@ -20,8 +20,8 @@ class ResourceOp(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """The op `name` of `ops.RESOURCE_OPS` with its attributes; `line` is the user's line, which ends messages.
 
     An enqueue of the element `of` a feed is done once, also when it is sent again because its answer was lost. The
-    memory of operands that are `owned` never changes, so the resource may retain them without a copy. The task that
-    runs the op decides that.
+    memory of operands that are `owned` never changes, so the resource may retain them without a copy. A `giver` gives
+    an accumulator one gradient for each step. The task that runs the op decides these two.
     """
 
     name: str
@@ -31,3 +31,4 @@ class ResourceOp(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     line: str = ""
     owned: bool = False
     of: FedElement | None = None
+    giver: str = ""

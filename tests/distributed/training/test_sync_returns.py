@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -50,7 +51,8 @@ class Program:
         return element
 
     def run(self) -> Any:
-        return Sync(self.cluster).run(self.step, itertools.repeat(jnp.int32(0)), steps=ROUNDS, name="run")
+        self.strategy = Sync(self.cluster)
+        return self.strategy.run(self.step, itertools.repeat(jnp.int32(0)), steps=ROUNDS, name="run")
 
 
 @pytest.fixture
@@ -100,23 +102,38 @@ def test_a_worker_that_comes_back_to_an_open_round_takes_no_other_element(
     tasks: Tasks, programs: list[Program], monkeypatch: pytest.MonkeyPatch, is_next: bool, is_lost: bool
 ) -> None:
     """The worker leaves the run, or its process ends, after its step in round 0, before the other gives a gradient."""
-    run = programs[0].run()
-    next(run)
-    with monkeypatch.context() as killed:
+    gate, is_after = tasks.workers[1].server.gate, threading.Event()
+    enter = gate.step
+
+    @contextmanager
+    def late(timeout_s: float) -> Iterator[None]:
+        assert is_after.wait(DEADLINE_S)
+        with enter(timeout_s):
+            yield
+
+    monkeypatch.setattr(gate, "step", late)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: [*programs[1].run()])
+        run = programs[0].run()
+        next(run)
+        with monkeypatch.context() as killed:
+            if is_next:
+                killed.setattr(RoundPart, "leave", lambda part, done: None)
+                tasks.worker.close()
+            run.close()
+        if is_lost:
+            tasks.await_new_snapshot()
+            monkeypatch.setattr(SnapshotSchedule, "is_due", lambda *_: False)
+            tasks.start_again(1)
+            until(lambda: tasks.workers[1].steps.epoch == 1)
         if is_next:
-            killed.setattr(RoundPart, "leave", lambda part, done: None)
-            tasks.worker.close()
-        run.close()
-    if is_lost:
-        tasks.await_new_snapshot()
-        monkeypatch.setattr(SnapshotSchedule, "is_due", lambda *_: False)
-        tasks.start_again(1)
-        until(lambda: tasks.workers[1].steps.epoch == 1)
-    if is_next:
-        tasks.workers[0] = tasks.worker = tasks.join(0)
-        programs[0] = Program(tasks.worker)
-    with ThreadPoolExecutor(2) as pool:
-        loops = [pool.submit(lambda program=program: [*program.run()]) for program in programs]  # type: ignore[misc]
-        counts = [len(loop.result(DEADLINE_S)) for loop in loops]
-    assert counts == [ROUNDS if is_lost or is_next else ROUNDS - 1, ROUNDS]
+            tasks.workers[0] = tasks.worker = tasks.join(0)
+            programs[0] = Program(tasks.worker)
+        run = programs[0].run()
+        done = [next(run)] if is_next or is_lost else []
+        is_after.set()
+        done += run
+        assert (len(done), len(other.result(DEADLINE_S))) == (ROUNDS - (not is_next and not is_lost), ROUNDS)
+    # A round has one gradient of each worker, so none of the other's was too late.
+    assert [program.strategy.dropped for program in programs] == [0, 0]
     check(programs[0])
