@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import warnings
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflow.cli.cluster_options import add_certificates, add_host_names
 from dflow.cli.command import Command, add_seconds, at_least_one, count
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
-from dflow.tracing.errors import ConfigError
+from dflow.tracing.errors import ConfigError, RemoteError
+
+if TYPE_CHECKING:
+    from dflow.distributed.cluster.cluster import Cluster
+    from dflow.distributed.transport.security.policy import SecurityPolicy
+    from dflow.serving.model_server import ModelServer
+
+#: Most servers that are tasks of one cluster.
+_MOST_SERVERS = 100
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +70,17 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add_seconds(
         parser, "--save-every", 0, "with --learn, save changed state in this interval as a new version; 0: never"
     )
+    tables = parser.add_argument_group("tables that are larger than this server")
+    tables.add_argument(
+        "--tables",
+        metavar="HOST:PORT",
+        help="have the ps tasks of the cluster whose coordinator is there hold the tables; each reads its part of DIR, "
+        "and requests fetch the rows that they look up",
+    )
+    tables.add_argument(
+        "--cache-rows", type=count, default=0, metavar="N", help="keep at most N rows of each table here (default: 0)"
+    )
+    add_seconds(tables, "--max-age", math.inf, "fetch a row again when it has been kept for this time")
     add_certificates(parser)
 
 
@@ -82,26 +104,40 @@ def _serve(options: argparse.Namespace) -> int:
     warnings.simplefilter("ignore", RetraceWarning)
     address = _tcp_address("--address", options.address)
     grpc = None if options.grpc is None else _tcp_address("--grpc", options.grpc)
-    settings = ServingSettings(
-        max_batch=options.max_batch,
-        max_delay_s=options.max_delay_ms / 1e3,
-        max_queue=options.max_queue,
-        max_bytes=options.max_bytes,
-        timeout_s=options.timeout,
-        learn=options.learn,
-    )
     security = choose_security(os.environ, certificates=options.certificates)
-    server = ModelServer(
-        options.path,
-        address,
-        settings,
-        security,
-        grpc=grpc,
-        name=options.name,
-        poll_s=options.poll,
-        save_every_s=options.save_every,
-        host_names=options.host_names,
-    )
+    with ExitStack() as stack:
+        tables = _tables(options, security)
+        if tables is not None:
+            stack.callback(tables.close)
+        settings = ServingSettings(
+            max_batch=options.max_batch,
+            max_delay_s=options.max_delay_ms / 1e3,
+            max_queue=options.max_queue,
+            max_bytes=options.max_bytes,
+            timeout_s=options.timeout,
+            learn=options.learn,
+            tables=tables,
+            cache_rows=options.cache_rows,
+            max_age_s=options.max_age,
+        )
+        server = ModelServer(
+            options.path,
+            address,
+            settings,
+            security,
+            grpc=grpc,
+            name=options.name,
+            poll_s=options.poll,
+            save_every_s=options.save_every,
+            host_names=options.host_names,
+        )
+        _print_models(server)
+        which = stop.wait()
+        is_clean = server.stop(options.grace)
+    return 0 if is_clean and which else 1
+
+
+def _print_models(server: ModelServer) -> None:
     for model in server.models.values():
         if (version := model.current) is None:
             print(f"{model.name} is not served, and will be tried again: {model.unavailable}", flush=True)
@@ -112,9 +148,27 @@ def _serve(options: argparse.Namespace) -> int:
             print(f"{model.name}.{name} is not served: {reason}", flush=True)
     if server.grpc_address is not None:
         print(f"gRPC at {server.grpc_address}", flush=True)
-    which = stop.wait()
-    is_clean = server.stop(options.grace)
-    return 0 if is_clean and which else 1
+
+
+def _tables(options: argparse.Namespace, security: SecurityPolicy) -> Cluster | None:
+    """Join the cluster that is to hold the tables, as the first task of the job `server` whose name is free.
+
+    Raises ConfigError for options that need tables there; else as `dflow.connect`.
+    """
+    if options.tables is None:
+        if options.cache_rows or options.max_age < math.inf:
+            raise ConfigError("--cache-rows and --max-age are for tables at tasks", "give --tables HOST:PORT")
+        return None
+    if options.max_age < math.inf and not options.cache_rows:
+        raise ConfigError("--max-age is the longest time that rows are kept, and none are", "give --cache-rows N")
+    from dflow.cluster import connect
+    from dflow.distributed.cluster.cluster import ClusterSettings
+
+    settings = ClusterSettings(step_timeout_s=options.timeout)
+    for index in range(_MOST_SERVERS):
+        with suppress(RemoteError):  # a live task has the name
+            return connect(options.tables, job="server", index=index, security=security, settings=settings)
+    raise ConfigError(f"--tables: {_MOST_SERVERS} servers are tasks of the cluster at {options.tables} already")
 
 
 def _tcp_address(option: str, text: str) -> TcpAddress:

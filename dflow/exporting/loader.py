@@ -14,6 +14,7 @@ import numpy as np
 from jax import export
 
 from dflow.calls.function import Function
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.exporting.export_check import check_lookup_programs, check_program
 from dflow.exporting.export_format import (
     CONSTANTS,
@@ -33,6 +34,7 @@ from dflow.exporting.export_manifest import (
 from dflow.exporting.loaded_function import LoadedFunction
 from dflow.exporting.row_lookups import RowLookups
 from dflow.exporting.savable_functions import SavableFunctions
+from dflow.exporting.task_tables import at_tasks, tables_of
 from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.files.mapped_chunks import LEAST_BYTES
 from dflow.lowering.programs.foreign_program import RefusedCall, bytecode_reader, read_program
@@ -89,12 +91,22 @@ class Loaded(SavableFunctions):
 
 
 @suggests_keywords
-def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.DisabledSafetyCheck] = ()) -> Loaded:
+def load(
+    path: Any,
+    *,
+    prefix: str = "",
+    tables: Cluster | None = None,
+    disabled_checks: Sequence[export.DisabledSafetyCheck] = (),
+) -> Loaded:
     """Load the functions that `dflow.export(...).save(path)` wrote, over new variables with the saved values.
 
     prefix           prepended to the variables' names, which are otherwise those of the export. Within
                      `cluster.parameter_servers()` a name is one variable of the cluster: the first load that creates
                      it gives its value, and later ones share it. Give each export another prefix there
+    tables           a cluster whose parameter tasks hold the tables: variables of two dimensions or more that no
+                     function writes, or uses otherwise than by lookups of rows. Each task reads its own part of
+                     `path`, which all of them see; other variables are in this process. A call fetches the rows that
+                     it looks up, each once. A standalone cluster keeps all here
     disabled_checks  as for `dflow.export`: custom-call targets that the programs may use. A call passes the program's
                      data to native code, so allow only targets that are registered here and check their input
 
@@ -102,12 +114,14 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     sizes are checked, and their checksums are not.
 
     Only the programs run, no Python code. Raises ExportError if the directory is no export, is damaged or malformed,
-    calls a target that is not allowed, needs 64-bit precision that is off here, or has an unreadable version.
+    calls a target that is not allowed, needs 64-bit precision that is off here, has an unreadable version, or has no
+    table for `tables`; TaskLost and DeadlineExceeded, also in calls, for a task that does not answer.
     """
     location = present(path)
     manifest = read_manifest(location)
     _check_precision(location, manifest)
     contents = _contents(location, manifest)
+    away = _tables_for(tables, location, manifest)
     allowed = {target for check in disabled_checks if (target := check.is_custom_call()) is not None}
     with bytecode_reader() as as_text:
         read = partial(read_program, allowed=allowed, as_text=as_text)
@@ -115,10 +129,13 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
         lookups = {
             name: _lookups(location, name, contents, manifest, read)
             for name, signature in manifest.signatures.items()
-            if signature.lookups is not None and not signature.vjp_order and current_home().shares_names
+            if signature.lookups is not None
+            and not signature.vjp_order
+            and (tables is not None or current_home().shares_names)
         }
-    parts = manifest.parts()
-    whole = (name for name, entry in manifest.variables.items() if entry.part is None)
+    here = {name: entry for name, entry in manifest.variables.items() if name not in away}
+    parts = {array: divided for array, divided in manifest.parts().items() if here.keys() >= divided.keys()}
+    whole = (name for name, entry in here.items() if entry.part is None)
     values = read_values(location, VARIABLES, [*whole, *parts])
     for array, divided in parts.items():
         value = values.pop(array)
@@ -128,19 +145,34 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     large = read_values(location, CONSTANTS, manifest.constants)
     # Not by `jnp.asarray`: it copies, where `device_put` uses the memory of an aligned array.
     constants = {name: jax.device_put(value) for name, value in large.items()}
-    for name, entry in manifest.variables.items():
+    for name, entry in here.items():
         if (held := str(array_type_of(values[name]))) != entry.type:
             raise damaged(location / VARIABLES, f"{name} is {held}, and {entry.type} in the manifest")
     # `pop` frees each host array as soon as it is copied, so that memory never holds all of them twice.
     variables = {
         name: Variable(_initial(values.pop(name)), name=prefix + name, trainable=entry.trainable)
-        for name, entry in manifest.variables.items()
+        for name, entry in here.items()
     }
     for divided in parts.values():
         for name, part in divided.items():
             variables[name].part = ArrayPart(tuple(part.shape), part.indices)
+    if tables is not None and away:
+        variables |= at_tasks(tables, location, manifest, away, prefix)
     use_beside_namesakes(variables.values())
     return Loaded(manifest, programs, contents, variables, constants, lookups)
+
+
+def _tables_for(cluster: Cluster | None, location: Path, manifest: ExportManifest) -> set[str]:
+    """Return the variables that the tasks of a cluster are to hold. Raises ExportError if there are none."""
+    if cluster is None or cluster.is_standalone:
+        return set()
+    if found := tables_of(manifest):
+        return found
+    raise ExportError(
+        f"{location}: expected a table for the tasks to hold: a variable of two dimensions or more that functions only "
+        f"look rows up in, got none",
+        "leave tables out; or export again, if an older dflow has written it",
+    )
 
 
 class _InPlace(TypedInitial):

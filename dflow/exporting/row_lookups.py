@@ -48,3 +48,12 @@ def rows_at(table: Variable, numbers: Any) -> Any:
     way = route(ShardLayout(table.shape, 1), inside)
     found = first_rows(gather_p.bind(way.rows[0], handle=table.handle, once=True), way.counts[0])
     return jnp.take(found, way.positions, axis=0, mode="clip").reshape(shape)
+
+
+def first_rows_at(table: Variable, numbers: Any, count: Any) -> Any:
+    """Return the rows of a variable at the first `count` (i32[]) of some numbers, i32[n], each of them once.
+
+    Only these travel; the others are zero.
+    """
+    numbers = first_rows(numbers, count, fill=table.shape[0])
+    return first_rows(gather_p.bind(numbers, handle=table.handle, once=True), count)

@@ -41,6 +41,8 @@ _LOOP_S = 30.0
 _LEAST_S = 1.0
 #: Time between two looks at the number of requests in progress, in s.
 _LOOK_S = 0.01
+#: Time between two looks whether a task has lost rows of tables, in s.
+_LOOK_FOR_LOST_S = 1.0
 
 
 class ModelServer:
@@ -84,6 +86,7 @@ class ModelServer:
             )
         names = None if certificates is not None else [name.lower() for name in host_names]
         self._poll_s, self._save_every_s, self._report = poll_s, save_every_s, report
+        self._tables = settings.tables
         self._stop_watching = threading.Event()
         metrics = ServingMetrics()
         folders = find_models(folder, name)
@@ -198,10 +201,12 @@ class ModelServer:
         now = time.monotonic()
         looks_at = now + self._poll_s if self._poll_s else float("inf")
         saves_at = now + self._save_every_s if self._save_every_s else float("inf")
-        while not self._stop_watching.wait(min(min(looks_at, saves_at) - time.monotonic(), threading.TIMEOUT_MAX)):
-            if time.monotonic() >= looks_at:
+        longest = threading.TIMEOUT_MAX if self._tables is None else _LOOK_FOR_LOST_S
+        while not self._stop_watching.wait(min(longest, min(looks_at, saves_at) - time.monotonic())):
+            is_lost = any(model.current is not None and model.current.is_lost for model in self.models.values())
+            if is_lost or time.monotonic() >= looks_at:
                 self._renew()
-                looks_at = time.monotonic() + self._poll_s
+                looks_at = time.monotonic() + self._poll_s if self._poll_s else float("inf")
             if time.monotonic() >= saves_at:
                 self._save()
                 saves_at = time.monotonic() + self._save_every_s

@@ -30,7 +30,7 @@ from dflow.lowering.queues.queues import HeldQueue
 from dflow.serving.request_members import RefusedRequest
 from dflow.serving.signature_tensors import SignatureTensors
 from dflow.serving.tensors import zeros
-from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, SignatureError
+from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, SignatureError, TaskLost
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import QueueType
 
@@ -39,6 +39,8 @@ LOGGER = logging.getLogger("dflow")
 #: Most programs of one function for inputs of different shapes; at more, all are freed and compiled again when needed.
 MOST_SHAPES = 64
 
+#: Errors of calls whose tables are at tasks that do not answer.
+OF_TASKS = (TaskLost, DeadlineExceeded)
 
 #: Called for each batch with the function, the rows, the time it took in s, and each request's wait before it in s.
 BatchObserver = Callable[[str, int, float, Sequence[float]], None]
@@ -189,11 +191,11 @@ class RequestQueue:
             outputs = self._called([request.arrays for request in live], rows)
             outcomes = _split(outputs, rows) if self.most else [outputs]
         except Exception as error:
-            if len(live) > 1:
+            if len(live) > 1 and not isinstance(error, OF_TASKS):
                 for request in live:
                     self._compute([request], taken)
                 return
-            outcomes = [self._refusal(error, live[0].arrays)]
+            outcomes = [self._refusal(error, request.arrays) for request in live]
         ended = time.monotonic()
         self._observe(self.tensors.name, sum(rows), ended - taken, [taken - request.came_s for request in live])
         _deliver(live, outcomes)
@@ -214,6 +216,8 @@ class RequestQueue:
         text = str(error) if isinstance(error, DflowError) else f"{type(error).__name__}: {error}"
         if isinstance(error, SignatureError):
             return RefusedRequest(400, f"{self.tensors.name}: {text.splitlines()[0]}")
+        if isinstance(error, OF_TASKS):
+            return RefusedRequest(503, f"{self.tensors.name}: {text.splitlines()[0]}", {"Retry-After": "1"})
         LOGGER.error("a call of %s failed", self.tensors.name, exc_info=error)
         return RefusedRequest(500, f"{self.tensors.name} failed: {text.splitlines()[0]}")
 

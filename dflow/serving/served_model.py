@@ -145,12 +145,14 @@ class ServedModel:
     def _loadable(self, least: int) -> Iterator[ServedVersion]:
         """Yield versions from the newest down to `least` that can be loaded; record those refused.
 
-        The served version, and those refused, are loaded again only if their files have changed.
+        The served version, and those refused, are loaded again only if their files have changed, or a task has lost
+        rows of the served one.
         """
         for number, path in sorted(versions_in(self.folder).items(), reverse=True) if self.folder.is_dir() else []:
             files = _files_of(path)
             is_known = number in self.refused or (self.current is not None and number == self.current.number)
-            if number < least or (is_known and files == self._tried.get(number)):
+            is_lost = self.current is not None and number == self.current.number and self.current.is_lost
+            if number < least or (is_known and not is_lost and files == self._tried.get(number)):
                 continue
             self._tried[number] = files
             version = None

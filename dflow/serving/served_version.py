@@ -6,28 +6,37 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.cluster.cluster import Cluster
 from dflow.exporting.export_format import read_manifest
 from dflow.exporting.export_manifest import wide_arrays
 from dflow.exporting.loader import load
 from dflow.serving.request_batches import BatchObserver, RequestQueue, batch_sizes
 from dflow.serving.row_check import ROWS, dependence_of_rows
 from dflow.serving.signature_tensors import SignatureTensors
+from dflow.serving.table_rows import FetchingFunction, TableRows
 from dflow.serving.tensors import zeros
-from dflow.tracing.errors import ConfigError, ExportError
+from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.errors import ConfigError, DeadlineExceeded, ExportError, TaskLost
 
 #: Threads that call a function without batches: one prepares and answers while the other waits for the device.
 _THREADS = 2
 #: Numbers of loads. A version whose files were replaced is loaded again beside its earlier self.
 _loads = count(1)
+
+
+def _prefix(settings: ServingSettings) -> str:
+    """Return the start of the variables' names: at tasks they are told from those of other servers."""
+    return "" if settings.tables is None else f"{short_task_name(settings.tables.task)}/"
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,11 @@ class ServingSettings:
     max_bytes    most bytes of a request
     timeout_s    longest time until a request's computation begins
     learn        whether functions that write variables are served
+    tables       cluster whose parameter tasks hold the tables, see `dflow.load`; None to hold them here
+    cache_rows   with `tables`, most rows of each table that are kept here
+    max_age_s    with `tables`, longest time that such a row is used
 
-    raises  ConfigError for a number below its least value
+    raises  ConfigError for a number below its least value, and for `learn` with `tables`
     """
 
     max_batch: int = 0
@@ -50,14 +62,22 @@ class ServingSettings:
     max_bytes: int = 64 << 20
     timeout_s: float = 30.0
     learn: bool = False
+    tables: Cluster | None = None
+    cache_rows: int = 0
+    max_age_s: float = math.inf
 
     def __post_init__(self) -> None:
-        least = {"max_batch": 0, "max_delay_s": 0, "max_queue": 1, "max_bytes": 1}
+        least = {"max_batch": 0, "max_delay_s": 0, "max_queue": 1, "max_bytes": 1, "cache_rows": 0, "max_age_s": 0}
         for name, number in least.items():
             if not getattr(self, name) >= number:
                 raise ConfigError(f"{name}: expected at least {number}, got {getattr(self, name)}", "give a larger one")
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s: expected a time above 0, got {self.timeout_s}", "give one in seconds")
+        if self.learn and self.tables is not None:
+            raise ConfigError(
+                "learn: expected tables in this process, got tables at tasks, which lose what calls write",
+                "leave out one of --learn and --tables",
+            )
 
 
 class ServedVersion:
@@ -74,7 +94,18 @@ class ServedVersion:
         self._precision = partial(jax.enable_x64, True) if wide_arrays(read_manifest(path)) else nullcontext
         with self._precision():
             # A prefix for each load: other versions and models may have variables of these names, of other shapes.
-            self.number, self._loaded = number, load(path, prefix=f"{model}/{number}/load_{next(_loads)}/")
+            self.number, self._loaded = (
+                number,
+                load(path, prefix=f"{_prefix(settings)}{model}/{number}/load_{next(_loads)}/", tables=settings.tables),
+            )
+        lookups = self._loaded._lookups
+        #: The rows of the tables that are at tasks; None if there are none.
+        self.rows: TableRows | None = None
+        if lookups:
+            names = dict.fromkeys(name for one in lookups.values() for name in one.tables)
+            tables = {name: self._loaded.variables[name] for name in names}
+            self.rows = TableRows(tables, settings.cache_rows, settings.max_age_s)
+        self._functions = {name: self._function(name) for name in self._loaded.signatures}
         self.refused: dict[str, str] = {}
         self.notes: list[str] = []
         self._count_lock, self._updates, self._saved_updates = threading.Lock(), 0, 0
@@ -92,7 +123,7 @@ class ServedVersion:
         self.queues = {
             name: RequestQueue(
                 tensors,
-                self._loaded[name],
+                self._functions[name],
                 most=most[name],
                 delay_s=settings.max_delay_s,
                 capacity=settings.max_queue,
@@ -108,6 +139,16 @@ class ServedVersion:
     def has_unsaved_updates(self) -> bool:
         """Whether a call has written variables since the last `save`."""
         return self._updates > self._saved_updates
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a task has lost rows of the tables, so that the version must be loaded again."""
+        return self.rows is not None and self.rows.is_lost
+
+    def _function(self, name: str) -> Any:
+        if self.rows is None or name not in self._loaded._lookups:
+            return self._loaded[name]
+        return FetchingFunction(self._loaded._callers[name], self.rows)
 
     def save(self, path: Path) -> None:
         """Write the functions with the present values of the variables; calls go on. Raises as `Loaded.save`."""
@@ -125,7 +166,8 @@ class ServedVersion:
     def free(self) -> None:
         """Free the values of the variables; no call is in progress, and none may follow."""
         for variable in self._loaded.variables.values():
-            variable.forget(f"is gone: version {self.number} was unloaded")
+            with suppress(TaskLost, DeadlineExceeded):  # a task that is gone has freed it
+                variable.forget(f"is gone: version {self.number} was unloaded")
 
     def _count_update(self) -> None:
         with self._count_lock:
@@ -156,7 +198,7 @@ class ServedVersion:
         elif tensors.batch is not None:
             found = None
             if settings.max_batch > 1:
-                found = dependence_of_rows(tensors, self._loaded[name], min(ROWS, settings.max_batch))
+                found = dependence_of_rows(tensors, self._functions[name], min(ROWS, settings.max_batch))
             if found is None:
                 return settings.max_batch
             reason = found
@@ -172,7 +214,7 @@ class ServedVersion:
                     not str(dim).isidentifier() for spec in tensors.inputs for dim in spec.dims if isinstance(dim, str)
                 ):
                     continue  # no size is known to be one of a dimension such as 2*n
-                tensors.call(self._loaded[name], tensors.example(lambda dtype, shape: zeros(shape, dtype), letters))
+                tensors.call(self._functions[name], tensors.example(lambda dtype, shape: zeros(shape, dtype), letters))
 
     @contextmanager
     def _unchanged(self, names: list[str]) -> Iterator[None]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from dflow.distributed.observe.metrics import gauge
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 UNKNOWN = "unknown"
+_TABLE = ["model", "table"]
 
 
 class ServingMetrics:
@@ -61,6 +63,25 @@ class ServingMetrics:
         yield gauge("dflow_serve_version", "The version that is served.", "model", versions)
         refused = {name: float(len(model.refused)) for name, model in self.models.items()}
         yield gauge("dflow_serve_refused_versions", "Versions that could not be loaded.", "model", refused)
+
+        yield from self._of_tables()
+
+    def _of_tables(self) -> Iterator[Metric]:
+        """The distinct rows of calls, and the rows of the cache, of tables at tasks."""
+        served = ((name, model.current) for name, model in self.models.items() if model.current is not None)
+        rows = {name: version.rows for name, version in served if version.rows is not None}
+        hits = CounterMetricFamily("dflow_serve_table_hits", "Rows from the cache.", labels=_TABLE)
+        misses = CounterMetricFamily("dflow_serve_table_misses", "Rows asked of tasks.", labels=_TABLE)
+        held = GaugeMetricFamily("dflow_serve_table_rows", "Rows in the cache.", labels=_TABLE)
+        oldest = GaugeMetricFamily("dflow_serve_table_oldest_seconds", "Age of the oldest usable row.", labels=_TABLE)
+        for model, one in rows.items():
+            for table, counts in one.counts.items():
+                hits.add_metric([model, table], counts.hits)
+                misses.add_metric([model, table], counts.misses)
+            for family, values in ((held, one.held), (oldest, one.oldest_s)):
+                for table, value in values.items():
+                    family.add_metric([model, table], value)
+        yield from (hits, misses, held, oldest) if rows else ()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

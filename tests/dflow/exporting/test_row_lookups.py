@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,10 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.serving.row_cache import RowCache
+from dflow.serving.served_version import ServingSettings
 from dflow.testing import MemoryCluster, memory_cluster
+from tests.dflow.serving.inference_client import call, infer, json_input
+from tests.dflow.serving.small_exports import served
+from tests.effort import examples
 
 ROWS, DIM = 4000, 8
 #: Of the vocabulary: those with a row, and one without.
@@ -69,3 +78,63 @@ def test_only_rows_of_tables_that_are_at_tasks_travel(path: Path, cluster: tuple
     assert 0 < sent_bytes(cluster[0]) - before < ROWS * DIM
     with pytest.raises(dflow.InputError, match=r"table 'items': expected ids from 0 to 3999, got 4000"):
         there(NAMES, ARGUMENTS[1] + 1, ARGUMENTS[2])
+
+
+def request(names: Any, ids: Any, bags: Any) -> bytes:
+    strings = {"name": "names", "datatype": "BYTES", "shape": [len(names)], "data": [*names]}
+    return json.dumps({"inputs": [strings, json_input("ids", ids), json_input("bags", bags)]}).encode()
+
+
+def answer(url: str, arguments: Any) -> Any:
+    status, body, _ = infer(url, "m", request(*arguments))
+    assert status == 200, body
+    return body["outputs"][0]["data"]
+
+
+@pytest.mark.parametrize(("cache_rows", "hits", "misses"), [(0, 0, 10), (2, 4, 6), (100, 5, 5)])
+def test_a_server_answers_with_tables_at_tasks(
+    cache_rows: int, hits: int, misses: int, path: Path, cluster: tuple[MemoryCluster, Cluster]
+) -> None:
+    here = dflow.load(path, prefix=f"here {cache_rows}/")
+    with served(path, ServingSettings(tables=cluster[1], cache_rows=cache_rows)) as server:
+        for _ in range(2):
+            np.testing.assert_allclose(answer(server.url, ARGUMENTS), here(*ARGUMENTS), rtol=1e-6)
+        assert answer(server.url, EMPTY) == []
+        assert infer(server.url, "m", request(NAMES, ARGUMENTS[1] + 1, ARGUMENTS[2]))[0] == 400
+        metrics = call(server.url, "/metrics")[1].decode()
+    found = dict(re.findall(r'^dflow_serve_table_(\w+)\{model="m",table="items"\} (\S+)$', metrics, re.MULTILINE))
+    counted = [float(found[name]) for name in ("hits_total", "misses_total", "rows")]
+    assert counted == [hits, misses, min(5, cache_rows)]
+    assert (float(found["oldest_seconds"]) > 0) == (cache_rows > 0)
+
+
+def test_a_server_loads_the_tables_of_a_task_that_has_left_again(path: Path) -> None:
+    with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
+        here = dflow.load(path, prefix="left/")
+        with served(path, ServingSettings(tables=worker)) as server:
+            np.testing.assert_allclose(answer(server.url, ARGUMENTS), here(*ARGUMENTS), rtol=1e-6)
+            cluster.tasks["ps:0"].close()
+            status, body, headers = infer(server.url, "m", request(*ARGUMENTS))
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert "/job:ps/task:0 has left" in body["error"]
+            assert call(server.url, "/v2/repository/models/m/load", b"{}")[0] == 200
+            np.testing.assert_allclose(answer(server.url, ARGUMENTS), here(*ARGUMENTS), rtol=1e-6)
+
+
+@given(st.integers(0, 5), st.lists(st.tuples(st.sets(st.integers(0, 9)), st.integers(0, 3))), st.integers(0, 6))
+@settings(max_examples=examples(100), deadline=None)
+def test_a_cache_returns_the_newest_rows_that_are_not_too_old(capacity: int, calls: Any, most_s: int) -> None:
+    cache, known, now = RowCache(capacity, (2,), np.float32, most_s), {}, 0.0
+    for number, (wanted, passed_s) in enumerate(calls):
+        now += passed_s
+        ids = np.array(sorted(wanted), np.int64)
+        rows, is_here = cache.find(ids, now)
+        for id, row in zip(ids[is_here].tolist(), rows[is_here], strict=True):
+            assert row.tolist() == [known[id][0]] * 2
+            assert now - known[id][1] <= most_s
+        new = ids[~is_here]
+        cache.add(new, np.full((len(new), 2), number, np.float32), now)
+        known |= dict.fromkeys(new.tolist(), (number, now))
+        assert len(cache) <= capacity
+        if len(known) <= capacity:
+            assert cache.find(new, now)[1].all()
