@@ -23,6 +23,8 @@ OTHERS = [
     "tests/dflow/device_arguments_.py",
     "tests/dflow/device_copies_.py",
     "tests/dflow/device_loops_.py",
+    "tests/dflow/explicit_shardings_.py",
+    "tests/dflow/explicit_training_.py",
     "tests/lowering/device_graphs_.py",
     "tests/dflow/graphs/auto_placement_.py",
     "tests/dflow/training/saving_several_devices_.py",
