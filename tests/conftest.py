@@ -43,10 +43,11 @@ ON_SECOND = (
     *_OF_CLUSTERS,
 )
 
-#: Each Python of CI has each test here, with half of its cases: a newer JAX breaks tests of tracing, lowering, calls
-#: and random programs first. Elsewhere it has half of the tests of each file.
+#: Each Python of CI has each test here, with half of its cases: a newer JAX breaks tests of traces, calls and random
+#: programs first. Elsewhere it has half of the tests of each file.
 HALF_OF_A_TEST = (
-    *(f"tests/{folder}/" for folder in ("lowering", "reference", "tracing")),
+    *(f"tests/tracing/{folder}/" for folder in ("ir", "jaxprs", "primitives", "state", "syntax")),
+    *("tests/lowering/programs/", "tests/lowering/test_", "tests/reference/", "tests/tracing/test_"),
     *(f"tests/dflow/{name}" for name in ("calls/", "jit_surface/", "test_programs.py")),
 )
 

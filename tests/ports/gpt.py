@@ -31,7 +31,7 @@ def build(cluster, microbatches=1):
 
     @dflow.jit
     def step(tokens):
-        (loss, accuracy), gradients = (accumulated if microbatches > 1 else differentiated)(tokens)
+        (loss, accuracy), gradients = accumulated(tokens)
         before = dflow.read(model)
         optimizer.apply(gradients)
         return {"loss": loss, "accuracy": accuracy, **norms(gradients, before, dflow.read(model))}

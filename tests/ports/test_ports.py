@@ -1,4 +1,4 @@
-"""Four programs in dflow's idiom beside twins in plain JAX: in one process, with microbatches, and on a cluster."""
+"""Four programs in dflow's idiom beside twins in plain JAX: in one process with microbatches, or on a cluster."""
 
 from __future__ import annotations
 
@@ -19,14 +19,9 @@ def ports(*chosen: ModuleType) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("port", chosen, ids=lambda port: port.__name__)
 
 
-@ports(gpt, ppo, classifier, factorisation)
-def test_a_port_alone_reports_what_its_twin_does(port: ModuleType) -> None:
-    assert_alike(port_metrics(port, dflow.connect(), 1), twin_metrics(port, 1))
-
-
 @pytest.mark.once
 @ports(gpt, classifier)  # in a scan, and one after another
-def test_a_port_with_microbatches_reports_what_its_twin_does(port: ModuleType) -> None:
+def test_a_port_alone_with_microbatches_reports_what_its_twin_does(port: ModuleType) -> None:
     assert_alike(port_metrics(port, dflow.connect(), 2), twin_metrics(port, 2))
 
 

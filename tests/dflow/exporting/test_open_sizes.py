@@ -106,6 +106,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tables, d
         yield made, {form: dflow.load(folder / str(form), prefix=f"{form}/") for form in FORMS}
 
 
+@pytest.mark.once
 @given(st.data(), st.sampled_from(FORMS), st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
 @settings(max_examples=examples(12), deadline=None)
 def test_lookups_of_any_size_answer_as_the_trainer(
@@ -127,6 +128,7 @@ def test_integers_of_64_bits_are_no_numbers_in_an_export() -> None:
         dflow.export(lambda ids: ids + 1, dflow.spec("b", np.int64))
 
 
+@pytest.mark.once
 def test_a_segment_outside_of_an_open_number_of_bags_is_refused(tables: tuple[Tables, dict[Any, dflow.Loaded]]) -> None:
     none = np.zeros((2, 0), np.uint32)
     with pytest.raises(dflow.InputError, match=r"table 'blocks': expected segments from 0 to 1, got 2\n"):
@@ -231,6 +233,7 @@ def loaded(uses: dict[str, Callable[..., Any]], tmp_path_factory: pytest.TempPat
     return dflow.load(folder, prefix="loaded/")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("use", USES)
 def test_an_id_outside_is_refused_by_its_number(
     use: str, uses: dict[str, Callable[..., Any]], loaded: dflow.Loaded
@@ -244,6 +247,7 @@ def test_an_id_outside_is_refused_by_its_number(
             loaded[use](np.array([1, outside, 3], np.int32))
 
 
+@pytest.mark.once
 def test_an_id_outside_is_refused_in_a_loop_around_the_loaded_function(loaded: dflow.Loaded) -> None:
     with pytest.raises(dflow.InputError, match="expected ids from 0 to 9, got 10"):
         dflow.jit(lambda ids: jax.lax.map(loaded["scan"], ids))(np.array([[1, 2, 3], [1, 10, 3]], np.int32))
