@@ -1,6 +1,6 @@
-"""A runtime of MLServer for the program of an export; see `benchmarks/serving.py`.
+"""Runtimes of MLServer; see `benchmarks/serving.py` and `benchmarks/serving_names.py`.
 
-It runs in an environment of MLServer, whose Python need not have dflow: `values.npz` has the variables.
+They run in an environment of MLServer and JAX, whose Python need not have dflow: `values.npz` has the variables.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from _serving_names_model import NamesModel  # type: ignore[import-not-found]  # in the folder of this file
 from mlserver import MLModel
-from mlserver.codecs import NumpyCodec
+from mlserver.codecs import NumpyCodec, StringCodec
 from mlserver.types import InferenceRequest, InferenceResponse
 
 
@@ -32,3 +33,18 @@ class Classifier(MLModel):  # type: ignore[misc]  # MLServer is not installed wh
         x = NumpyCodec.decode_input(payload.inputs[0]).astype(np.float32)
         y = NumpyCodec.encode_output("result", np.asarray(self._call(x)))
         return InferenceResponse(model_name=self.name, outputs=[y])
+
+
+class Names(MLModel):  # type: ignore[misc]
+    """The model of names."""
+
+    async def load(self) -> bool:
+        """Compile the programs."""
+        self._call = NamesModel(Path(self.settings.parameters.uri))
+        return True
+
+    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        """Answer one request, or several that the server has gathered."""
+        [given] = payload.inputs
+        scores = self._call(StringCodec.decode_input(given), given.shape[0])
+        return InferenceResponse(model_name=self.name, outputs=[NumpyCodec.encode_output("result", scores)])
