@@ -153,8 +153,7 @@ def wide_ids_of(ids: Any, what: str) -> WideIds:
         return _ids_of_jax(ids, what)
     array = _array(ids, what)
     if are_strings(array):
-        hashed = [_hash(id, position, what) for position, id in np.ndenumerate(array)]
-        array = np.array(hashed, np.uint64).reshape(array.shape)
+        array = _hashes(array, what)
     elif array.dtype == object and all(_is_integer(id) for id in array.flat):
         array = np.array([int(id) % 2**64 for id in array.flat], np.uint64).reshape(array.shape)
     if not np.issubdtype(array.dtype, np.integer):
@@ -165,7 +164,7 @@ def wide_ids_of(ids: Any, what: str) -> WideIds:
 
 def are_strings(array: Any) -> bool:
     """Whether an array of NumPy has only strings or bytes, as objects; also if it is empty."""
-    return array.dtype == object and all(isinstance(id, str | bytes) for id in array.flat)
+    return array.dtype == object and all(issubclass(kind, str | bytes) for kind in set(map(type, array.flat)))
 
 
 def _ids_of_jax(ids: Any, what: str) -> WideIds:
@@ -251,15 +250,19 @@ def _at(position: Any) -> str:
     return f" at {tuple(map(int, position))}" if len(position) else ""
 
 
-def _hash(id: Any, position: Any, what: str) -> int:
+def _hashes(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
+    """Return the hash of each string or bytes, u64[...]. Few calls of Python for each, since requests wait for it."""
+    given, hash = array.ravel().tolist(), hashlib.blake2b
     try:
-        given = id.encode() if isinstance(id, str) else bytes(id)
-    except UnicodeEncodeError:
+        texts = [id.encode() if isinstance(id, str) else id for id in given]
+    except UnicodeEncodeError as error:
+        position = np.unravel_index(given.index(error.object), array.shape)
         raise InputError(
-            f"{what}: expected strings of Unicode, got {id[:50]!r}{_at(position)}, which UTF-8 cannot hold",
+            f"{what}: expected strings of Unicode, got {error.object[:50]!r}{_at(position)}, which UTF-8 cannot hold",
             "give it as bytes, id.encode('utf-8', 'surrogatepass')",
         ) from None
-    return int.from_bytes(hashlib.blake2b(given, digest_size=8).digest(), "little")
+    digests = b"".join([hash(text, digest_size=8).digest() for text in texts])
+    return np.frombuffer(digests, "<u8").reshape(array.shape)
 
 
 def mixed(high: Any, low: Any) -> jax.Array:

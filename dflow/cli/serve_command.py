@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import warnings
@@ -100,6 +101,8 @@ def _serve(options: argparse.Namespace) -> int:
             f"models are served by {error.name}, which is not installed", "pip install 'dflow[serve]'"
         ) from error
 
+    # A collection of garbage, which delays all requests, need not look at the objects of imported modules.
+    gc.freeze()
     # The server bounds the number of programs, and compiles those of each version again.
     warnings.simplefilter("ignore", RetraceWarning)
     address = _tcp_address("--address", options.address)

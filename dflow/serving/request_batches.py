@@ -101,7 +101,8 @@ class RequestQueue:
         self._sizes = batch_sizes(most)
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
         self._held = HeldQueue(tensors.name, QueueSettings(QueueKind.FIFO, capacity), QueueType(()))
-        self._carried: PendingRequest | None = None
+        #: Taken from the queue, and for the next batch.
+        self._carried: list[PendingRequest] = []
         self._threads = [
             threading.Thread(target=self._run, name=f"dflow serve {tensors.name}", daemon=True) for _ in range(threads)
         ]
@@ -157,29 +158,32 @@ class RequestQueue:
 
     def _gathered(self) -> list[PendingRequest] | None:
         """Return the requests of the next batch; None at the end."""
-        group = [self._carried] if self._carried is not None else self._take(math.inf)
-        self._carried = None
-        if not group:
-            return None
-        rows, until = sum(map(self._rows, group)), group[0].came_s + self.delay_s
-        while rows < self.most:
-            more = self._take(max(0.0, until - time.monotonic()))
-            if not more:
+        taken, self._carried = self._carried or self._take(1, math.inf), []
+        group: list[PendingRequest] = []
+        rows = 0
+        while taken:
+            for number, request in enumerate(taken):
+                if group and rows + self._rows(request) > self.most:
+                    self._carried = taken[number:]
+                    return group
+                group.append(request)
+                rows += self._rows(request)
+            if rows >= self.most:
                 break
-            if rows + self._rows(more[0]) > self.most:
-                self._carried = more[0]
-                break
-            group += more
-            rows += self._rows(more[0])
-        return group
+            # The thread sleeps until a batch is full: it would be woken for each request, and wait for Python's lock.
+            missing = max(1, (self.most - rows) // max(1, self._rows(group[-1])))
+            taken = self._take(missing, group[0].came_s + self.delay_s - time.monotonic())
+        return group or None
 
-    def _take(self, timeout_s: float) -> list[PendingRequest]:
-        """Return a request; an empty list at the deadline, and when the queue is closed and empty."""
-        if timeout_s <= 0 and not self.waiting:
-            return []
+    def _take(self, most: int, timeout_s: float) -> list[PendingRequest]:
+        """Return so many requests; at the deadline, and when the queue is closed, those of them that wait."""
         try:
-            elements = wait(lambda on_done: self._held.dequeue(1, on_done, timeout_s))
-        except (DeadlineExceeded, QueueClosed):
+            elements = wait(lambda on_done: self._held.dequeue(most, on_done, max(timeout_s, 0.0), or_fewer=True))
+        except DeadlineExceeded:
+            if not (waiting := min(self.waiting, most)):
+                return []
+            elements = wait(lambda on_done: self._held.dequeue(waiting, on_done, 0.0))
+        except QueueClosed:
             return []
         return [request for (request,) in elements]
 

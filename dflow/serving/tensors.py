@@ -136,12 +136,13 @@ def zeros(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 def _strings_of_bytes(subject: str, data: bytes | memoryview, shape: Sequence[int]) -> np.ndarray[Any, Any]:
     """Return the strings of BYTES, each after its length as 4 bytes. Raises RefusedRequest for another number."""
-    due, at = math.prod(shape), 0
+    due, at, length_at = math.prod(shape), 0, _LENGTH.unpack_from
     found: list[bytes] = []
+    data = bytes(data)
     while len(found) < due and at + _LENGTH.size <= len(data):
-        [size] = _LENGTH.unpack_from(data, at)
-        at += _LENGTH.size + size
-        found.append(bytes(data[at - size : at]))
+        start = at + _LENGTH.size
+        at = start + length_at(data, at)[0]
+        found.append(data[start:at])
     if len(found) != due or at != len(data):
         raise RefusedRequest(
             400, f"{subject}: expected {due} strings, each after its length as 4 bytes, got {len(data)} other bytes"
