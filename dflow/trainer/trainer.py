@@ -51,7 +51,7 @@ class TrainingResult:
 
     steps       number of steps of the run that are done, by all workers and earlier programs
     metrics     the newest means of the results of this worker's steps; see `Callback.on_metrics`
-    evaluation  the result of the newest evaluation
+    evaluation  the result of the newest evaluation; of one at the end if earlier programs did all steps
     reason      the text of the callback that ended the run; empty if all steps are done
     """
 
@@ -226,6 +226,8 @@ class _TrainingRun:
                 break
         if self._has_reason() and not self._has_ended:
             self._tell_plan(is_over=True)
+        if self._evaluation is not None and not begun and self._first > 0:  # an earlier program did all steps
+            self._found = self._evaluated(self._done)
         return TrainingResult(self._done, self._metrics, self._found, self._reason)
 
     def _tell_plan(self, *, is_over: bool = False) -> None:

@@ -100,7 +100,7 @@ def hybrid(worker: Any) -> Any:
     """Return the strategy of a group of one worker, which has no runtime to start."""
     collectives = worker.part(Collectives)
     collectives.group = SimpleNamespace(
-        number=1, names=("worker:0",), index=0, exchange=lambda _, word: (word,), computing=nullcontext
+        number=1, names=("worker:0",), index=0, exchange=lambda _, word, **__: (word,), computing=nullcontext
     )
     collectives.programs = AgreedPrograms(collectives.group)
     return dflow.distributed.Hybrid(worker)

@@ -138,9 +138,9 @@ def test_a_run_that_was_killed_goes_on_with_the_right_step_and_batch(tmp_path: P
     assert np.allclose(second.w.read(), plainly(11), rtol=1e-5)
     assert result.steps == 11
     assert stopping.since == 5  # at 4, 6, 8, 10 and 11 steps; the first value was that at 2
-    third = Program()
+    third, evaluation = Program(), result.evaluation
     _, result = until(third, 11)
-    assert (third.numbers, result.steps, result.evaluation) == ([], 11, {})
+    assert (third.numbers, result.steps, result.evaluation) == ([], 11, evaluation)  # all steps were done before
     _, result = until(third, 13)
     assert third.numbers == [11, 12]
 
