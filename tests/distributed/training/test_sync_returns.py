@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +20,9 @@ from dflow.distributed import Sync
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.snapshots.snapshot_schedule import SnapshotSchedule
 from dflow.distributed.synchronous.round_part import RoundPart
+from dflow.distributed.synchronous.step_aggregator import StepAggregator
 from tests.distributed.cluster.tasks_with_snapshots import Tasks
+from tests.distributed.task_parts import part_of
 from tests.distributed.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.once
@@ -62,28 +64,37 @@ def programs(tasks: Tasks) -> list[Program]:
     return made
 
 
+def lose_state(tasks: Tasks, worker: Cluster) -> None:
+    """Have all tasks return to the newest snapshot, and wait until this worker knows of it."""
+    tasks.start_again(1)
+    until(lambda: worker.steps.epoch == 1)
+
+
 def check(program: Program) -> None:
     np.testing.assert_array_equal(program.seen.read(), np.ones(COUNT))
     assert int(program.queue.size()) == 0
+
+
+def before_steps(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, do: Callable[[], object]) -> None:
+    """Call `do` before each step of a worker enters the gate."""
+    enter = cluster.server.gate.step
+
+    @contextmanager
+    def late(timeout_s: float) -> Iterator[None]:
+        do()
+        with enter(timeout_s):
+            yield
+
+    monkeypatch.setattr(cluster.server.gate, "step", late)
 
 
 def test_a_round_that_was_opened_before_a_return_is_not_done_after_it(
     tasks: Tasks, programs: list[Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker has the opening of round 1, and enters the gate when all have returned to the middle of round 0."""
-    gate, entered = tasks.worker.server.gate, itertools.count()
-    enter = gate.step
+    entered = itertools.count()
     tasks.await_new_snapshot()
-
-    @contextmanager
-    def late(timeout_s: float) -> Iterator[None]:
-        if next(entered) == 1:
-            tasks.start_again(1)
-            until(lambda: tasks.worker.steps.epoch == 1)
-        with enter(timeout_s):
-            yield
-
-    monkeypatch.setattr(gate, "step", late)
+    before_steps(monkeypatch, tasks.worker, lambda: lose_state(tasks, tasks.worker) if next(entered) == 1 else None)
     run = programs[0].run()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(lambda: [*run])
@@ -102,17 +113,9 @@ def test_a_worker_that_comes_back_to_an_open_round_takes_no_other_element(
     tasks: Tasks, programs: list[Program], monkeypatch: pytest.MonkeyPatch, is_next: bool, is_lost: bool
 ) -> None:
     """The worker leaves the run, or its process ends, after its step in round 0, before the other gives a gradient."""
-    gate, is_after = tasks.workers[1].server.gate, threading.Event()
-    enter = gate.step
-
-    @contextmanager
-    def late(timeout_s: float) -> Iterator[None]:
-        assert is_after.wait(DEADLINE_S)
-        with enter(timeout_s):
-            yield
-
-    monkeypatch.setattr(gate, "step", late)
-    with ThreadPoolExecutor(1) as pool:
+    is_after = threading.Event()
+    before_steps(monkeypatch, tasks.workers[1], lambda: is_after.wait(DEADLINE_S))
+    with ThreadPoolExecutor(2) as pool:
         other = pool.submit(lambda: [*programs[1].run()])
         run = programs[0].run()
         next(run)
@@ -124,16 +127,18 @@ def test_a_worker_that_comes_back_to_an_open_round_takes_no_other_element(
         if is_lost:
             tasks.await_new_snapshot()
             monkeypatch.setattr(SnapshotSchedule, "is_due", lambda *_: False)
-            tasks.start_again(1)
-            until(lambda: tasks.workers[1].steps.epoch == 1)
+            lose_state(tasks, tasks.workers[1])
         if is_next:
             tasks.workers[0] = tasks.worker = tasks.join(0)
             programs[0] = Program(tasks.worker)
-        run = programs[0].run()
-        done = [next(run)] if is_next or is_lost else []
+        mine = pool.submit(lambda: [*programs[0].run()])
+        # It takes part again, and has given its gradient for round 0.
+        hosted = [part_of(ps.server, StepAggregator)._runs for ps in tasks.ps]
+        rounds = lambda: [one._rounds for runs in hosted for one in [*runs.values()]]  # noqa: E731
+        until(lambda: any(tasks.worker.task in one.workers & one.given for one in rounds()))
         is_after.set()
-        done += run
-        assert (len(done), len(other.result(DEADLINE_S))) == (ROUNDS - (not is_next and not is_lost), ROUNDS)
+        counts = [len(loop.result(DEADLINE_S)) for loop in (mine, other)]
+    assert counts == [ROUNDS if is_lost or is_next else ROUNDS - 1, ROUNDS]
     # A round has one gradient of each worker, so none of the other's was too late.
     assert [program.strategy.dropped for program in programs] == [0, 0]
     check(programs[0])

@@ -325,14 +325,6 @@ def test_a_step_whose_message_comes_after_a_return_ends_no_earlier_one() -> None
     assert taken(applied.attempt(late._replace(epoch=1), "a"), queue) == 1
 
 
-def test_results_of_programs_are_kept_on_request() -> None:
-    applied, step = AppliedSteps(), StepOfRun("run", 0)
-    assert applied.attempt(step).once(["a"], lambda: (1,), lambda: (2,), bool) == (1,)
-    assert applied.attempt(step).once(["a"], lambda: (3,), lambda: (2,), bool) == (1,)
-    assert applied.attempt(step).once(["b"], lambda: (4,), lambda: (2,)) == (4,)
-    assert applied.attempt(step).once(["b"], lambda: (5,), lambda: (2,)) == (2,)
-
-
 def test_a_change_that_failed_is_made_by_the_next_attempt() -> None:
     applied, step = AppliedSteps(), StepOfRun("run", 0)
     with pytest.raises(ZeroDivisionError):

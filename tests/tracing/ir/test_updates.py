@@ -446,7 +446,7 @@ def test_a_wish_changes_no_value_of_one_process() -> None:
             lambda: dflow.wire(X, "bfloat16", gradient="brotli"),
             r"'brotli'(.|\n)*the codecs are none, bfloat16",
         ),
-        (lambda: dflow.wire(["x"], "int8"), "wire was given a str, which is no array"),
+        (lambda: dflow.wire(["x"], "int8"), "wire was given a str, which has no numbers"),
     ],
 )
 def test_an_unknown_codec_or_a_value_that_is_no_array_is_refused(call: Any, message: str) -> None:
