@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
-
-import jax.numpy as jnp
 
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.exporting.export_format import MANIFEST, VARIABLES, damaged
 from dflow.exporting.export_manifest import ExportManifest
-from dflow.lowering.state_backend import indices_of
-from dflow.tracing.errors import CheckpointError, ExportError, ParseError
+from dflow.lowering.files.array_files import read_arrays
+from dflow.lowering.values.stored_value import StoredValue
+from dflow.tracing.errors import CheckpointError, DflowError, ExportError, ParseError, VariableError
 from dflow.tracing.ir.types import ArrayType, parse_type
 from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.state.resources import Variable
-from dflow.training.named_arrays import NamedArray
-from dflow.training.restoring import restore_named
 
 
 def tables_of(manifest: ExportManifest) -> set[str]:
@@ -40,30 +37,37 @@ def at_tasks(
 ) -> dict[str, Variable]:
     """Return these variables of an export at `path`, spread over the parameter tasks, with the values of its files.
 
-    Raises ExportError if a task cannot read the files, and TaskLost.
+    Variables that an earlier call has made with the same prefix, of the same files, are shared with it. Raises
+    ExportError if a task cannot read the files, and TaskLost; then it leaves no variable behind.
     """
-    with cluster.parameter_servers():
-        made = {}
-        for name in names:
-            entry, type = manifest.variables[name], _array_type(path, manifest.variables[name].type)
-            zeros = partial(jnp.zeros, type.shape, type.dtype)
-            made[name] = Variable(zeros, name=prefix + name, trainable=entry.trainable)
-    arrays = {name: NamedArray((held,), name) for name, held in made.items()}
-    for array, divided in manifest.parts().items():
-        if made.keys() >= divided.keys():
-            for name, part in divided.items():
-                made[name].part = ArrayPart(tuple(part.shape), part.indices)
-                del arrays[name]
-            held = sorted((made[name] for name in divided), key=lambda one: indices_of(one).start)
-            arrays[array] = NamedArray(tuple(held), array)
+    made: dict[str, Variable] = {}
     try:
-        restore_named(path / VARIABLES, arrays, ["unexpected"])
-    except CheckpointError as error:
-        raise ExportError(
-            f"{path} could not be read by the tasks that are to hold its tables: {error}",
-            "give a folder that all tasks see under this path",
-        ) from error
+        files = read_arrays(path / VARIABLES)
+        with cluster.parameter_servers():
+            for name in names:
+                entry = manifest.variables[name]
+                part, type = entry.part, _array_type(path, entry.type)
+                array, indices = (name, None) if part is None else (part.array, part.indices)
+                value = StoredValue(path.resolve() / VARIABLES, files.id, array, indices, type)
+                # The files' id tells the variables from those of another export that was at this path.
+                made[name] = Variable(value, name=f"{prefix}{files.id[:8]}/{name}", trainable=entry.trainable)
+                if part is not None:
+                    made[name].part = ArrayPart(tuple(part.shape), part.indices)
+    except (CheckpointError, VariableError) as error:
+        forget(made.values(), "is gone: the export could not be loaded")
+        raise ExportError(f"the tables of {path} could not be loaded by tasks: {error}") from error
+    except BaseException:
+        forget(made.values(), "is gone: the export could not be loaded")
+        raise
     return made
+
+
+def forget(variables: Iterable[Variable], reason: str) -> None:
+    """Free the values of variables, also of those that were not made, or are on a task that does not answer."""
+    for variable in variables:
+        if "device" in vars(variable):  # else it is not made, and its use would make it
+            with suppress(DflowError):
+                variable.forget(reason)
 
 
 def _array_type(path: Path, text: str) -> ArrayType:

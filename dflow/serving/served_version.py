@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -20,13 +20,14 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.exporting.export_format import read_manifest
 from dflow.exporting.export_manifest import wide_arrays
 from dflow.exporting.loader import load
+from dflow.exporting.task_tables import forget
 from dflow.serving.request_batches import BatchObserver, RequestQueue, batch_sizes
 from dflow.serving.row_check import ROWS, dependence_of_rows
 from dflow.serving.signature_tensors import SignatureTensors
 from dflow.serving.table_rows import FetchingFunction, TableRows
 from dflow.serving.tensors import zeros
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import ConfigError, DeadlineExceeded, ExportError, TaskLost
+from dflow.tracing.errors import ConfigError, ExportError
 
 #: Threads that call a function without batches: one prepares and answers while the other waits for the device.
 _THREADS = 2
@@ -92,16 +93,13 @@ class ServedVersion:
     def __init__(self, model: str, number: int, path: Path, settings: ServingSettings, observe: BatchObserver) -> None:
         # Precision is of a thread: models of both kinds are served beside each other.
         self._precision = partial(jax.enable_x64, True) if wide_arrays(read_manifest(path)) else nullcontext
+        # A prefix for each load: other versions and models may have variables of these names, of other shapes.
+        prefix = f"{_prefix(settings)}{model}/{number}/load_{next(_loads)}/"
         with self._precision():
-            # A prefix for each load: other versions and models may have variables of these names, of other shapes.
-            self.number, self._loaded = (
-                number,
-                load(path, prefix=f"{_prefix(settings)}{model}/{number}/load_{next(_loads)}/", tables=settings.tables),
-            )
-        lookups = self._loaded._lookups
+            self.number, self._loaded = number, load(path, prefix=prefix, tables=settings.tables)
         #: The rows of the tables that are at tasks; None if there are none.
         self.rows: TableRows | None = None
-        if lookups:
+        if lookups := self._loaded._lookups:
             names = dict.fromkeys(name for one in lookups.values() for name in one.tables)
             tables = {name: self._loaded.variables[name] for name in names}
             self.rows = TableRows(tables, settings.cache_rows, settings.max_age_s)
@@ -111,6 +109,16 @@ class ServedVersion:
         self._count_lock, self._updates, self._saved_updates = threading.Lock(), 0, 0
         #: Held by each call that writes variables.
         self._writing = threading.Lock()
+        try:
+            self.queues = self._queues(model, path, settings, observe)
+        except BaseException:
+            self.free()
+            raise
+
+    def _queues(
+        self, model: str, path: Path, settings: ServingSettings, observe: BatchObserver
+    ) -> dict[str, RequestQueue]:
+        """Compile the programs of the functions that can be served, and return the queues of these."""
         served = {
             name: tensors for name in self._loaded.signatures if (tensors := self._tensors(model, name, settings))
         }
@@ -120,7 +128,7 @@ class ServedVersion:
         most = {name: self._rows_of_batch(name, tensors, settings) for name, tensors in served.items()}
         for name, tensors in served.items():
             self._warm_up(name, tensors, most[name])
-        self.queues = {
+        return {
             name: RequestQueue(
                 tensors,
                 self._functions[name],
@@ -165,9 +173,7 @@ class ServedVersion:
 
     def free(self) -> None:
         """Free the values of the variables; no call is in progress, and none may follow."""
-        for variable in self._loaded.variables.values():
-            with suppress(TaskLost, DeadlineExceeded):  # a task that is gone has freed it
-                variable.forget(f"is gone: version {self.number} was unloaded")
+        forget(self._loaded.variables.values(), f"is gone: version {self.number} was unloaded")
 
     def _count_update(self) -> None:
         with self._count_lock:

@@ -337,8 +337,15 @@ class ClusterHome:
         self.forget_state(task_of_resource(resource), resource.key, False, reason, remedy)
 
     def forget_state(self, task: str, key: str, is_variable: bool, reason: str, remedy: str) -> None:
-        """Free the state that a task holds under a key, and the key as a name of the cluster."""
-        self._requests.ask(task, ForgetState(key, is_variable, reason, remedy))
+        """Free the state that a task holds under a key, and the key as a name of the cluster.
+
+        The name is free also if the task has lost the state, which raises TaskLost.
+        """
+        try:
+            self._requests.ask(task, ForgetState(key, is_variable, reason, remedy))
+        except TaskLost:
+            self._requests.unplace(key)
+            raise
         self._requests.unplace(key)
 
 

@@ -35,10 +35,12 @@ from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import (
     CreateVariable,
     CreateVariables,
+    StoredArray,
     VariableLayout,
     VariablesCreated,
 )
 from dflow.lowering.programs.initial_ops import Exports, InitialOps, Recipe
+from dflow.lowering.values.stored_value import StoredValue
 from dflow.tracing.context_values import within
 from dflow.tracing.errors import DflowError, TaskLost
 from dflow.tracing.moments import reach
@@ -89,6 +91,8 @@ class PendingVariable:
     @property
     def size_bytes(self) -> int:
         """Bytes kept in memory until it is created, or sent then."""
+        if isinstance(self.first, StoredValue):
+            return 0
         return (self.variable.type if self.ops is None else self.ops).size_bytes
 
     def placing(self) -> PlaceVariable:
@@ -268,6 +272,11 @@ class _Creation:
 
         A variable whose value the task computes, which may take long, gets its own message.
         """
+        for each in missing:
+            if isinstance(stored := each.first, StoredValue):
+                array = StoredArray(str(stored.path), stored.id, stored.name, stored.indices)
+                yield (task, CreateVariables((replace(each.asked(), stored=array),)), b""), [each]
+        missing = [each for each in missing if not isinstance(each.first, StoredValue)]
         for part in _parts([each for each in missing if each.ops is None]):
             values = [each.value(self._computed) for each in part]
             arrays, payload = encode_arrays(values)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -26,6 +27,7 @@ from dflow.distributed.wire.messages.variables import CreateVariable, CreateVari
 from dflow.lowering.programs.program import Program
 from dflow.lowering.values.first_value import Unshared, joined_rows, unshared
 from dflow.lowering.values.kept_shardings import is_spread
+from dflow.lowering.values.stored_value import StoredValue
 from dflow.tracing.errors import DflowError, VariableError, WireError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.types import parse_dtype as parse_key_dtype
@@ -58,7 +60,8 @@ class VariableCreation(TaskPart):
             values = arrays[end - variable.arrays : end]
             try:
                 self._task.refuse_for_another_process(variable.name, variable.process)
-                if not values and not variable.calls and variable.name not in self._store:
+                is_asked = not values and not variable.calls and variable.stored is None
+                if is_asked and variable.name not in self._store:
                     missing.append(index)
                 else:
                     self._create(variable, partial(self._first_value, variable, values, programs))
@@ -86,6 +89,9 @@ class VariableCreation(TaskPart):
         self, variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[Callable[[], Program]]
     ) -> Any:
         try:
+            if (stored := variable.stored) is not None:
+                type = ArrayType(parse_dtype(variable.dtype), variable.shape)
+                return StoredValue(Path(stored.path), stored.id, stored.name, stored.indices, type)()
             if variable.starts:
                 dtype = parse_dtype(variable.dtype)
                 return joined_rows(

@@ -6,6 +6,7 @@ import msgspec
 
 from dflow.distributed.wire.messages.basic import ArrayInfo, Arrays, Failure, Ok
 from dflow.distributed.wire.messages.message import Message, Request
+from dflow.tracing.rows.axis_slice import AxisSlice
 
 
 class VariableLayout(msgspec.Struct, frozen=True):
@@ -19,6 +20,15 @@ class VariableLayout(msgspec.Struct, frozen=True):
     spec: tuple[tuple[str, ...], ...]
 
 
+class StoredArray(msgspec.Struct, frozen=True):
+    """The fields of a `StoredValue` in a folder that every task can access."""
+
+    path: str
+    id: str
+    name: str
+    indices: AxisSlice | None
+
+
 class CreateVariable(msgspec.Struct, frozen=True):
     """A variable to create unless it exists.
 
@@ -30,8 +40,9 @@ class CreateVariable(msgspec.Struct, frozen=True):
     `near`    a variable of the task whose layout this one has, if both have the same shape; or empty
     `starts`  if the result is some rows of the initial value, the rows where such parts begin; value number 0 has the
               row of the part that is computed
+    `stored`  the initial value, in a file
 
-    Without arrays and calls there is no initial value.
+    Without arrays, calls and `stored` there is no initial value.
     """
 
     name: str
@@ -44,6 +55,7 @@ class CreateVariable(msgspec.Struct, frozen=True):
     layout: VariableLayout | None = None
     near: str = ""
     starts: tuple[int, ...] = ()
+    stored: StoredArray | None = None
 
 
 class VariablesCreated(Message, frozen=True):

@@ -230,7 +230,7 @@ def loaded(uses: dict[str, Callable[..., Any]], tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("ids") / "m"
     exported = {use: (lambda ids, fn=fn: fn(ids), USES[use][2]) for use, fn in uses.items()}
     dflow.export(exported, platforms=["cpu"]).save(folder)
-    return dflow.load(folder, prefix="loaded/")
+    return dflow.load(folder, prefix="loaded/", tables=dflow.connect())
 
 
 @pytest.mark.once
