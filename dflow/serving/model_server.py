@@ -144,6 +144,8 @@ class ModelServer:
             versions = [model.current for model in self.models.values() if model.current]
             closed = [version.close(_until(deadline)) for version in versions]
             is_clean = all(closed)
+            for version in versions if self._tables is not None else ():
+                version.free()  # the memory of tasks
         # Before the end of the loop, which waits for clients to read their answers.
         is_saved = self._save()
         self._server.should_exit = True
