@@ -146,6 +146,23 @@ def test_what_a_process_held_is_lost_to_every_later_asker_until_its_name_is_give
     assert directory.place(ask("w")) == Placed(TASKS[0], "c")
 
 
+def test_a_run_has_the_host_of_the_newest_one_unless_that_has_lost_something() -> None:
+    def run(name: str) -> str:
+        placed = directory.place(PlaceVariable(name, "rounds", (), 0, "ps", kind="run", is_saved=False))
+        return placed.text if isinstance(placed, Failure) else placed.task
+
+    members = Members(ps0="a", ps1="b")
+    directory = VariableDirectory(members, DurableRecords())
+    assert run("first") == TASKS[0]
+    directory.place(ask("w", 9))
+    assert run("second") == TASKS[0], "though the other task has fewer bytes"
+    members.kill(0)
+    assert run("third") == TASKS[1]
+    members.run(0, "c")
+    assert run("fourth") == TASKS[1]
+    assert "run 'first' is lost: ps:0 left" in run("first")
+
+
 def test_a_process_that_was_given_up_and_came_back_has_what_it_held() -> None:
     members = Members(ps0="a")
     directory = VariableDirectory(members, DurableRecords())

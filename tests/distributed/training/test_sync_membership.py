@@ -10,18 +10,13 @@ from contextlib import closing
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
-import dflow
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
-from dflow.distributed.task_role import start_task
 from dflow.distributed.training import long_wait, step_report
 from dflow.testing import MemoryCluster
-from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.errors import DeadlineExceeded, RemoteError, StrategyError, TaskLost
-from tests.distributed.training.sync_programs import SOON, Sync, Turns, pair, together
+from tests.distributed.training.sync_programs import Sync, Turns, pair, together
 
 #: All tests make their steps by one function.
 pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")]
@@ -75,29 +70,6 @@ def test_a_lost_parameter_task_ends_the_run_of_every_worker(memory: MemoryCluste
             list(run)
 
     together(workers, work)
-
-
-@pytest.mark.parametrize("is_back", [False, True], ids=["never returns", "started again"])
-def test_a_later_run_has_another_host_than_a_task_that_was_lost(memory: MemoryCluster, is_back: bool) -> None:
-    with closing(memory.worker(0, SOON)) as cluster:
-        with cluster.parameter_servers(), dflow.device("ps:0"):
-            weight = dflow.Variable(lambda: jnp.zeros(()), name="weight")
-            optimizer = dflow.Optimizer(optax.sgd(1.0), [weight], name="sgd")
-        step = dflow.jit(lambda _: optimizer.apply([jnp.float32(-1)]))
-
-        def run(name: str) -> None:
-            strategy = Sync(cluster, backup_workers=2)
-            assert len([*strategy.run(step, itertools.repeat(1.0), steps=3, name=name)]) == 3
-
-        run("first")
-        memory.tasks["ps:1"].close()
-        if is_back:
-            address = memory.coordinator.address
-            memory.tasks["ps:1"] = start_task(memory.network, task_name("ps", 1), address, address="")
-        run("second")
-        assert float(weight.read()) == 6.0
-        with pytest.raises(TaskLost, match=r"run 'first/rounds' is (lost: ps:1 left|on ps:1, which is not there)"):
-            run("first")
 
 
 def test_a_second_run_traces_nothing_again_and_leaves_nothing_but_its_number_on_any_task(
