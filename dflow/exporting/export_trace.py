@@ -25,7 +25,7 @@ from dflow.exporting.export_manifest import (
     arguments_of,
     open_sizes_of,
 )
-from dflow.exporting.open_sizes import as_given, sizes_from_zero
+from dflow.exporting.open_sizes import as_given, open_letters, sizes_from_zero
 from dflow.lowering.programs.export import PureProgram, exported, pure_program
 from dflow.lowering.programs.lookup_programs import LookupPrograms, lookup_programs
 from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
@@ -75,15 +75,27 @@ def make(
     A letter is any size from 0, or from 1 if an op of the function needs that.
     """
     args, kwargs, ids = _with_ids(name, fn, args, kwargs)
+    letters = open_letters((args, kwargs))
+
+    def attempt(free: Sequence[str]) -> TracedExport | None:
+        """Return the program whose letters in `free` may be 0; None if an op needs a row, or for another fault."""
+        own, named = sizes_from_zero((args, kwargs), free)
+        try:
+            return _made(name, fn, own, named, names, **options)
+        except Warning:  # an error by the program's filter: the next trace may not warn again
+            raise
+        except Exception:
+            return None
+
     with naming_ids(ids):
-        if (from_zero := sizes_from_zero((args, kwargs))) is not None:
-            try:
-                return _made(name, fn, from_zero[0], from_zero[1], names, **options)
-            except Warning:  # an error by the program's filter: the next trace may not warn again
-                raise
-            except Exception:  # of an op that needs a row; the cause of any other is found again
-                pass
-        return _made(name, fn, args, kwargs, names, **options)
+        if letters and (made := attempt(letters)) is not None:
+            return made
+        found = _made(name, fn, args, kwargs, names, **options)  # raises the cause of another fault
+        free: list[str] = []
+        for letter in letters if len(letters) > 1 else ():
+            if len(free) < len(letters) - 1 and (made := attempt([*free, letter])) is not None:
+                found, free = made, [*free, letter]
+        return found
 
 
 def _with_ids(

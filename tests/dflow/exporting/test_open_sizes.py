@@ -161,6 +161,19 @@ def test_an_empty_batch_is_answered_unless_an_op_needs_a_row(
         loaded(np.ones((0, 3), np.float32))
 
 
+def test_an_op_that_needs_a_row_leaves_the_other_letters_from_0(tmp_path: Path) -> None:
+    shapes = [dflow.spec(shape, jnp.float32) for shape in ("b, n", "n, 3", "k")]
+    exported = dflow.export(lambda x, y, z: (x @ longest(y), z * 2), *shapes, platforms=["cpu"])
+    assert "(x: f32[b,n], y: f32[n,3], z: f32[k]) -> (f32[b,3], f32[k])" in str(exported)
+    loaded = dflow.load(exported.save(tmp_path / "m"))
+    ones = partial(np.ones, dtype=np.float32)
+    for b, k in ((0, 0), (2, 0), (0, 2)):
+        x, z = loaded(ones((b, 4)), ones((4, 3)), ones(k))
+        assert (x.shape, z.shape) == ((b, 3), (k,))
+    with pytest.raises(SignatureError, match="with the size 0 for n, and an op of it needs 1 or more"):
+        loaded(ones((2, 0)), ones((0, 3)), ones(2))
+
+
 @pytest.mark.once
 def test_the_server_answers_batches_of_no_rows_and_of_many(tmp_path: Path) -> None:
     held = dflow.Embedding(ROWS, DIM, name="held", shards=3)
