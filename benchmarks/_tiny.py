@@ -89,6 +89,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "scaling": ({"TASKS": first}, ("--steps", "2")),
     "serving": ({}, (*ONE_ROUND, "--clients", "2", "--milliseconds", "200", "--width", "8", "--alone")),
     "serving_names": ({}, (*ONE_ROUND, "--clients", "2", "--milliseconds", "200", "--names", "40")),
+    "serving_tables": ({"REQUESTS": to(4)}, (*ONE_ROUND, "--clients", "2", "--milliseconds", "200", "--rows", "100")),
     "snapshots": ({"SHARES": to((0.001, 1.0))}, (*ONE_ROUND, "--mib", "2")),
     "soak": ({"PS": to(1)}, ("--steps", "80")),
     "startup": ({"PS": to(1)}, (*ONE_ROUND, "--variables", "4")),

@@ -1,0 +1,106 @@
+"""How many requests a second `dflow serve` answers with its table here, at tasks, and at tasks with a cache of rows.
+
+A table in two shards and a dense layer score rows of 16 ids, which clients draw by Zipf's law, so that few ids are in
+most requests. One export is served with the table in the server, and with the table at two tasks of a cluster, without
+a cache and with one of a tenth and a hundredth of the rows. The servers run at the same time, and are loaded one after
+the other by clients on the same cores, as `benchmarks.serving` has them. `ratio` is the median of the requests/s over
+those of the server that has the table, in the same round; `hits` is the share of rows that came from the cache.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import dflow
+from benchmarks._paired import in_turn, median_ratio, options, publish
+from benchmarks._serving_load import answer_of, load, port_of, request_of, row, running
+
+#: Ids in a request, and columns of the table.
+IN_ROW, COLUMNS = 16, 32
+#: Requests that a client sends in turn, and the exponent of Zipf's law.
+REQUESTS, EXPONENT = 256, 1.2
+HERE = "in the server"
+
+
+def export(path: Path, rows: int) -> None:
+    table = dflow.Embedding(rows, COLUMNS, name="table", shards=2)
+    layer = dflow.Variable(jnp.ones(COLUMNS), name="layer")
+
+    def score(ids: Any) -> Any:
+        return table.bag(ids) @ layer
+
+    dflow.export(score, dflow.spec(f"b, {IN_ROW}", jnp.int32), platforms=["cpu"]).save(path)
+
+
+def requests_of(ids: Any) -> list[bytes]:
+    """Return requests with a row of these ids each."""
+    tensor = {"name": "ids", "shape": [1, IN_ROW], "datatype": "INT32"}
+    return [request_of("binary", "model", tensor, one.tobytes(), ()) for one in ids]
+
+
+def started(stack: ExitStack, path: Path, rows: int) -> Iterator[tuple[str, int]]:
+    """Start two tasks and the servers; yield the name and the port of each server."""
+
+    def command(*words: str) -> Any:
+        return stack.enter_context(running(sys.executable, "-m", "dflow", *words))
+
+    address = f"127.0.0.1:{port_of(command('coordinator', '--job', 'ps=2', '--address', '127.0.0.1:0'), 'on ')}"
+    for index in range(2):
+        command("task", "--index", str(index), "--coordinator", address)
+    at_tasks = ("--tables", address)
+    ways = {
+        HERE: (),
+        "at tasks": at_tasks,
+        **{f"at tasks, 1/{part} cached": (*at_tasks, "--cache-rows", str(rows // part)) for part in (100, 10)},
+    }
+    for name, words in ways.items():
+        yield name, port_of(command("serve", str(path), "--address", "127.0.0.1:0", *words))
+
+
+def hits_of(port: int) -> float:
+    """Return the share of rows that came from the cache; NaN for a table in the server."""
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    found = dict(re.findall(r"^dflow_serve_table_(\w+)_total\{.*?\} (\S+)$", text, re.MULTILINE))
+    counts = [float(found.get(name, 0)) for name in ("hits", "misses")]
+    return counts[0] / sum(counts) if sum(counts) else float("nan")
+
+
+def main() -> None:
+    given = options(__doc__, rounds=3, clients=16, milliseconds=3000, rows=1_000_000)
+    seconds = given.milliseconds / 1e3
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+        export(path, given.rows)
+        ports = dict(started(stack, path, given.rows))
+        drawn = np.random.default_rng(1).zipf(EXPONENT, (given.clients, REQUESTS, IN_ROW)) % given.rows
+        requests = [requests_of(own) for own in drawn.astype(np.int32)]
+        answers = [answer_of(port, "binary", requests[0][0]) for port in ports.values()]
+        scores = [float(np.frombuffer(answer[-4:], np.float32)[0]) for answer in answers]
+        np.testing.assert_allclose(scores, scores[0], rtol=1e-6)
+        ways = {name: lambda port=port: load(port, "binary", requests, seconds) for name, port in ports.items()}
+        measured = in_turn(ways, given.rounds)
+        hits = {name: hits_of(port) for name, port in ports.items()}
+    rates = {name: [len(one.times_s) for one in loads] for name, loads in measured.items()}
+    publish(
+        "serving_tables",
+        [
+            row(f"{name}|binary", loads, seconds)
+            | {"ratio": median_ratio(rates[name], rates[HERE])[0], "hits": hits[name]}
+            for name, loads in measured.items()
+        ],
+        as_json=given.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
