@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
@@ -37,6 +38,8 @@ LOGGER = logging.getLogger("dflow")
 _MOST_SMALL = 1 << 16
 #: The addresses in the answer to a request for an unknown path.
 _READ = "/v2/models/NAME, /v2/health/ready and /metrics"
+#: The path of an inference request: a function, and its version if one is named.
+_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 #: In the scope of an inference request: the name of the function that it calls, for the metrics.
 _NAME = "dflow.function"
 Handler = Callable[[Request], Awaitable[Response]]
@@ -51,7 +54,6 @@ class HttpApi:
     def __init__(self, service: InferenceService, names: Collection[str] | None = None) -> None:
         self._service = service
         paths = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
-        # The first that matches is called, so those of most requests stand first.
         routes = [Route(f"{path}/infer", self._infer, methods=["POST"]) for path in paths]
         routes += [
             Route("/v2", _answering(_without_query(self._server_metadata))),
@@ -66,9 +68,23 @@ class HttpApi:
                 Route(path, _answering(_without_query(self._metadata))),
                 Route(f"{path}/ready", _answering(_without_query(self._model_ready))),
             ]
-        app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _other_method})
-        app.router.redirect_slashes = False
+        others = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _other_method})
+        others.router.redirect_slashes = False
+        app = self._inferring(others)
         self.app = _without_last_slash(app if names is None else _checking_host(app, {*names} | LOCAL_NAMES))
+
+    def _inferring(self, others: ASGIApp) -> ASGIApp:
+        """Return an application that answers inference requests itself, without the time that Starlette takes."""
+
+        async def called(scope: Scope, receive: Receive, send: Send) -> None:
+            found = _INFER.fullmatch(scope.get("path", "")) if scope.get("method") == "POST" else None
+            answer = others
+            if found is not None:
+                scope["path_params"] = {"model": found[1], "version": found[2] or ""}
+                answer = await self._infer(Request(scope, receive))
+            await answer(scope, receive, send)
+
+        return called
 
     async def _server_metadata(self, request: Request) -> Response:
         return _json({"name": "dflow", "version": __version__, "extensions": ["binary_tensor_data"]})
