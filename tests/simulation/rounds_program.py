@@ -57,7 +57,9 @@ _TICKETS = 2**31 - 1
 
 
 class SimulatedSync(Sync):
-    """Trains on a `RoundsWorker`."""
+    """Trains on a `RoundsWorker`, whose steps are not traced."""
+
+    compiles_steps = False
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
         part: Any = cast(RoundsWorker, self.cluster).take_part(run.name)
