@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from dflow.config import CONFIG
@@ -12,7 +12,6 @@ from dflow.lowering.local import LocalHome
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.devices.device_name import is_on_task, task_of
 from dflow.tracing.errors import VariableError
-from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.source import caller
 from dflow.tracing.state.context import set_default_home
@@ -41,14 +40,8 @@ def home_of(traced: Traced) -> StateBackend:
         raise VariableError(f"one function uses variables of {len(homes)} clusters ({names})", at=caller())
     if homes:
         return cast(StateBackend, homes.pop())
-    tasks = {*_tasks_named(traced.graph)}
+    tasks = {
+        task_of(node.device) for node in traced.graph.all_nodes() if node.device is not None and is_on_task(node.device)
+    }
     cluster = cluster_with(tasks) if tasks else None
     return LOCAL if cluster is None else cluster.home()
-
-
-def _tasks_named(graph: Graph) -> Iterator[str]:
-    for node in graph.nodes:
-        if node.device is not None and is_on_task(node.device):
-            yield task_of(node.device)
-        for body in node.bodies:
-            yield from _tasks_named(body)

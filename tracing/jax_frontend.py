@@ -418,19 +418,27 @@ def returned_resources(jaxpr: Jaxpr) -> dict[int, Handle]:
 
 def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Run a jaxpr on values, and return handles in place of the resources that its function returned, unread."""
+    returned = {jaxpr.outvars[position]: handle for position, handle in returned_resources(jaxpr).items()}
+
+    def run(equation: Equation, operands: list[Any]) -> list[Any]:
+        handles = [returned[var] for var in equation.outvars if var in returned]
+        return handles or bind(equation.primitive, equation.params, operands, origin_of(equation))
+
+    return evaluated(jaxpr, consts, args, run)
+
+
+def evaluated(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], run: Callable[[Equation, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """The results of a jaxpr on values; `run` returns the results of an equation on operands."""
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    returned = returned_resources(jaxpr)
-    unread = {jaxpr.outvars[position] for position in returned}
 
     def value(atom: Any) -> Any:
         return atom.val if is_literal(atom) else env[atom]
 
     for equation in jaxpr.eqns:
-        if unread.isdisjoint(equation.outvars):
-            operands = [value(atom) for atom in equation.invars]
-            results = bind(equation.primitive, equation.params, operands, origin_of(equation))
-            env.update(zip(equation.outvars, results, strict=True))
-    return [returned[position] if position in returned else value(atom) for position, atom in enumerate(jaxpr.outvars)]
+        env.update(zip(equation.outvars, run(equation, [*map(value, equation.invars)]), strict=True))
+    return [*map(value, jaxpr.outvars)]
 
 
 #: The files of JAX that apply a function to the results of a traced function.

@@ -240,11 +240,7 @@ class Function(Generic[P, R]):
     def _with_ids(self, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[GivenIds] | None]:
         """Return the arguments with ids, see `with_ids`, and the ids; None for these if no argument has changed."""
         *traced, static = self._static.split(args, kwargs)
-
-        def names() -> Sequence[str]:
-            found = argument_names(self.fn, args, kwargs, self._static.test_of(args), is_list_of_strings)
-            return [f"argument {name!r}" for name in found]
-
+        names = functools.partial(self._argument_names, args, kwargs, is_list_of_strings)
         (given, named), ids = with_ids(tuple(traced), names, self._planner.shared.known_ids)
         if ids is None:
             return args, kwargs, None
@@ -261,16 +257,13 @@ class Function(Generic[P, R]):
 
     def _refused_integer(self, args: Any, kwargs: Any) -> Exception | None:
         """Return the error about the argument, an integer of Python, that made JAX raise OverflowError."""
-        return refusal_of_integers(*self._leaves_and_names(args, kwargs))
+        leaves = self._static.leaves(args, kwargs)
+        return refusal_of_integers(leaves, functools.partial(self._argument_names, args, kwargs))
 
-    def _leaves_and_names(self, args: Any, kwargs: Any) -> tuple[list[Any], Callable[[], list[str]]]:
-        """Return the leaves of the arguments that are not static, and a function that returns their names."""
-
-        def names() -> list[str]:
-            found = argument_names(self.fn, args, kwargs, self._static.test_of(args))
-            return [f"argument {name!r}" for name in found]
-
-        return self._static.leaves(args, kwargs), names
+    def _argument_names(self, args: Any, kwargs: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+        """Return the names, for messages, of the leaves of the arguments that are not static."""
+        found = argument_names(self.fn, args, kwargs, self._static.test_of(args), is_leaf)
+        return [f"argument {name!r}" for name in found]
 
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
         if jit_disabled():

@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tables.shard_layout import ShardLayout
-from dflow.tracing.jax_frontend import Equation, Jaxpr, bind, closed_parts, is_literal, origin_of, scan_counts
+from dflow.tracing.jax_frontend import (
+    Equation,
+    Jaxpr,
+    bind,
+    closed_parts,
+    evaluated,
+    origin_of,
+    scan_counts,
+)
 from dflow.tracing.rows.lookups import CALLS, RULED
 from dflow.tracing.rows.row_wise import ELEMENTWISE
 
@@ -72,15 +80,12 @@ class Repeated:
 
 def run_on_parts(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Return the results of a program, each an array or a `Cut`, for such arguments. Raises NotOnPartsError."""
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def value(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else env[atom]
-
-    for equation in jaxpr.eqns:
+    def run(equation: Equation, operands: list[Any]) -> Sequence[Any]:
         with origin_of(equation).restored():
-            env.update(zip(equation.outvars, _results(equation, [*map(value, equation.invars)]), strict=True))
-    return [_made(value(atom)) for atom in jaxpr.outvars]
+            return _results(equation, operands)
+
+    return [*map(_made, evaluated(jaxpr, consts, args, run))]
 
 
 def _results(equation: Equation, operands: list[Any]) -> Sequence[Any]:

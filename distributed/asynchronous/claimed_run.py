@@ -5,7 +5,6 @@ Invariants: those of `step_claims`, for one run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -301,12 +300,12 @@ class ClaimedRun:
             held = (self.workers[task].held for task in self.holding)
             pool, left_over = IndexSet([*self.pool.ranges(), *held]), IndexSet()
         return ClaimedRunRecord(
-            self.total_steps, self.done, _pairs(pool), _pairs(left_over), sums=self.sums, is_training=self.is_training
+            self.total_steps, self.done, pool.pairs(), left_over.pairs(), sums=self.sums, is_training=self.is_training
         )
 
     def return_to(self, copy: ClaimedRunRecord) -> None:
         """Set the run to a copy, also in the records. Answered claims become void; waiting requests still wait."""
-        self.done, self.pool, self.left_over, self.sums = copy.done, index_set(copy.pool), IndexSet(), copy.sums
+        self.done, self.pool, self.left_over, self.sums = copy.done, IndexSet.of(copy.pool), IndexSet(), copy.sums
         for task, worker in list(self.workers.items()):
             is_waiting = task in self.waiting
             void = msgspec.structs.replace(worker, first=0, count=0, done=0, answered=not is_waiting, is_void=True)
@@ -321,11 +320,3 @@ class ClaimedRun:
 
     def _key(self, task: str) -> str:
         return f"{WORKER}{task}\n{self.name}"
-
-
-def _pairs(numbers: IndexSet) -> tuple[tuple[int, int], ...]:
-    return tuple((part.start, part.stop) for part in numbers.ranges())
-
-
-def index_set(pairs: Iterable[tuple[int, int]]) -> IndexSet:
-    return IndexSet(range(*pair) for pair in pairs)

@@ -30,7 +30,6 @@ from dflow.distributed.asynchronous.claimed_run import (
     ClaimedRun,
     ClaimedRunRecord,
     WorkerRecord,
-    index_set,
 )
 from dflow.distributed.coordinator.coordinator_events import Command, SendReply
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received, Requests
@@ -74,8 +73,8 @@ class StepClaims(CoordinatorPart):
                 records,
                 known.total_steps,
                 known.done,
-                index_set(known.pool),
-                left_over=index_set(known.left_over),
+                IndexSet.of(known.pool),
+                left_over=IndexSet.of(known.left_over),
                 sums=known.sums,
                 is_training=known.is_training,
             )

@@ -70,7 +70,7 @@ class TaskQueueProducer:
     def fed(self) -> IndexSet:
         """Return the numbers of elements that were put in; see `QueueProducer`."""
         answer = self.steps.retried(lambda: self.requests.ask(self.task, GetFed(self.key, self.name)))
-        return IndexSet(range(*pair) for pair in answer.message.ranges)
+        return IndexSet.of(answer.message.ranges)
 
     def forget(self) -> None:
         """Have the task forget which elements were put in, unless the user named the producer; see `QueueProducer`."""

@@ -25,7 +25,6 @@ from dflow.distributed.training.compared_steps import settings_of
 from dflow.lowering.steps.program_watch import WatchedProgram, is_shared
 from dflow.tracing.context_values import within
 from dflow.tracing.errors import StrategyError
-from dflow.tracing.ir.graph import Graph, Node
 from dflow.tracing.ir.types import AccumulatorType, QueueType
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.syntax.listing import ListedItem, array_item, listing
@@ -159,7 +158,7 @@ def refuse_own_resources(program: WatchedProgram) -> None:
 
     Such a value differs between the processes, while their programs assume that it is the same on all.
     """
-    for node in _nodes(program.traced.graph):
+    for node in program.traced.graph.all_nodes():
         if not node.op.is_on_resource or not node.inputs:
             continue
         operand = node.inputs[0]
@@ -179,10 +178,3 @@ def refuse_own_resources(program: WatchedProgram) -> None:
                 "    strategy.run(step, (queue.dequeue() for _ in range(steps)), steps=steps)",
                 at=node.loc,
             )
-
-
-def _nodes(graph: Graph) -> Iterator[Node]:
-    for node in graph.nodes:
-        yield node
-        for body in node.bodies:
-            yield from _nodes(body)

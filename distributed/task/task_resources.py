@@ -135,7 +135,7 @@ class TaskResources:
         raises  DflowError if the queue is not held here
         """
         queue = self._held(message.key, HeldQueue, "queue")
-        ranges = tuple((part.start, part.stop) for part in queue.fed(message.feed).ranges())
+        ranges = queue.fed(message.feed).pairs()
         if message.forget:
             queue.forget_fed(message.feed)
         return Fed(ranges)

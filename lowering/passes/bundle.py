@@ -42,7 +42,7 @@ class _Transfer(NamedTuple):
 def bundle(graph: Graph) -> Graph:
     """Join the transfers of values that are ready together and go to one task."""
     fresh = FreshNames()
-    for edge in {node.attributes["edge"] for node in _all_nodes(graph) if node.op is ops.net_send}:
+    for edge in {node.attributes["edge"] for node in graph.all_nodes() if node.op is ops.net_send}:
         fresh(edge)
 
     @cache
@@ -51,13 +51,6 @@ def bundle(graph: Graph) -> Graph:
         return fresh(f"{edges[0]}+{len(edges) - 1}")
 
     return _bundled(graph, name, is_body=False)
-
-
-def _all_nodes(graph: Graph) -> Iterator[Node]:
-    for node in graph.nodes:
-        yield node
-        for body in node.bodies if node.op in ops.CONTROL_OPS else ():
-            yield from _all_nodes(body)
 
 
 def _bundled(graph: Graph, name: Callable[[tuple[str, ...]], str], *, is_body: bool) -> Graph:

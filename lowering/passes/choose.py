@@ -124,9 +124,7 @@ def settled(graph: Graph, decision: Decision | None) -> Graph:
 
 def may_choose(graph: Graph) -> bool:
     """Whether any node of the graph or of its bodies is open to a choice of device."""
-    return any(
-        choices_in(node.device) is not None or any(may_choose(body) for body in node.bodies) for node in graph.nodes
-    )
+    return any(choices_in(node.device) is not None for node in graph.all_nodes())
 
 
 def _is_free(node: Node) -> bool:

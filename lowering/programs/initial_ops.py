@@ -26,6 +26,7 @@ from dflow.tracing.jax_frontend import (
     Equation,
     bind,
     dispatched,
+    evaluated,
     has_other_effects,
     is_literal,
     key_implementation,
@@ -112,13 +113,9 @@ class InitialOps(TypedInitial):
             return joined_rows(self.type, self._starts, self._evaluated)
 
     def _evaluated(self, *args: Any) -> Any:
-        jaxpr = self._jaxpr
-        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self._consts, *args), strict=True))
-        for equation in jaxpr.eqns:
-            values = [_value(atom, env) for atom in equation.invars]
-            results = bind(equation.primitive, equation.params, values, None)
-            env.update(zip(equation.outvars, results, strict=True))
-        return _value(jaxpr.outvars[0], env)
+        return evaluated(
+            self._jaxpr, self._consts, args, lambda one, operands: bind(one.primitive, one.params, operands, None)
+        )[0]
 
     def recipe(self, exports: Exports) -> Recipe:
         """Return the ops for another process, and add their programs to `exports`."""
@@ -136,10 +133,6 @@ class InitialOps(TypedInitial):
             numbers.update(zip(equation.outvars, range(following, following + len(equation.outvars)), strict=True))
             following += len(equation.outvars)
         return Recipe(arrays, calls, numbers[self._jaxpr.outvars[0]], self._starts)
-
-
-def _value(atom: Any, env: dict[Any, Any]) -> Any:
-    return atom.val if is_literal(atom) else env[atom]
 
 
 def _type_of(atom: Any) -> ArrayType:

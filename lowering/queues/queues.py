@@ -139,9 +139,7 @@ class HeldQueue(SharedResource):
             order, is_closed, failure = self.machine.order, self.machine.is_closed, self._failure
             elements = order.contents()
             random = None if order.random is None else order.random.getstate()
-            fed = {
-                feed: [(part.start, part.stop) for part in known.ranges()] for feed, known in self.machine.fed.items()
-            }
+            fed = {feed: known.pairs() for feed, known in self.machine.fed.items()}
         components = list(zip(*elements, strict=True))
         numbers = {
             "is_closed": is_closed,
@@ -166,7 +164,7 @@ class HeldQueue(SharedResource):
             version, internal, gauss = numbers["random"]
             order.random.setstate((version, tuple(internal), gauss))
 
-        fed = {feed: IndexSet(range(*part) for part in parts) for feed, parts in numbers.get("fed", {}).items()}
+        fed = {feed: IndexSet.of(parts) for feed, parts in numbers.get("fed", {}).items()}
 
         def act() -> list[QueueCommand]:
             if numbers["failure"] is not None:

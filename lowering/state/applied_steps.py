@@ -117,11 +117,7 @@ class AppliedSteps:
         """Return a copy of the record, made while no step of a run changes state."""
         with self._lock:
             calls = tuple(
-                AppliedCall(
-                    *key,
-                    tuple((part.start, part.stop) for part in record.whole.ranges()),
-                    {number: dict(counts) for number, counts in record.begun.items()},
-                )
+                AppliedCall(*key, record.whole.pairs(), {number: dict(begun) for number, begun in record.begun.items()})
                 for key, record in self._by_call.items()
             )
             arrays: list[Any] = []
@@ -142,7 +138,7 @@ class AppliedSteps:
             self._by_call = {
                 (one.run, one.call): _CallRecord(
                     self._results.setdefault(one.run, RunResults()),
-                    IndexSet(range(*pair) for pair in one.whole),
+                    IndexSet.of(one.whole),
                     {number: dict(counts) for number, counts in one.begun.items()},
                 )
                 for one in copy.calls

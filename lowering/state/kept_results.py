@@ -114,13 +114,13 @@ class RunResults:
             sizes = tuple((one, len(found)) for one, found in results.items())
             steps.append(KeptStep(number, self._owners[number], sizes))
             arrays += (array for found in results.values() for array in found)
-        return KeptRun(run, tuple((part.start, part.stop) for part in self.ended.ranges()), tuple(steps))
+        return KeptRun(run, self.ended.pairs(), tuple(steps))
 
     @staticmethod
     def of(copy: KeptRun, arrays: Iterable[Any]) -> RunResults:
         """Return a record equal to the one copied; take its arrays from `arrays`."""
         found, rest = RunResults(), iter(arrays)
-        found.ended = IndexSet(range(*pair) for pair in copy.ended)
+        found.ended = IndexSet.of(copy.ended)
         for step in copy.steps:
             for change, count in step.changes:
                 found.keep(step.number, step.owner, StepChange(*change), tuple(next(rest) for _ in range(count)))

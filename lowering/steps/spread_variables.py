@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.device import WITH_STATE, choices_in
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
 from dflow.tracing.errors import DeviceError
-from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.source import at, caller
 
@@ -32,14 +30,7 @@ def _named_device(traced: Traced) -> str:
     for variable in traced.variables:
         if variable.device is not None:
             return f"variable {variable.name!r} is on {short_device_name(variable.device)}"
-    scoped = [node for node in _with_bodies(traced.graph) if node.device is not None]
+    scoped = [node for node in traced.graph.all_nodes() if node.device is not None]
     node = min(scoped, key=lambda node: node.device == WITH_STATE)
     name = "auto" if choices_in(node.device) is not None else short_device_name(node.device or "")
     return f"%{node.outputs[0].name} has the scope {name}{at(node.loc)}"
-
-
-def _with_bodies(graph: Graph) -> Iterator[Node]:
-    for node in graph.nodes:
-        yield node
-        for body in node.bodies:
-            yield from _with_bodies(body)

@@ -15,6 +15,11 @@ class IndexSet:
         for part in parts:
             self.add(part)
 
+    @staticmethod
+    def of(pairs: Iterable[Iterable[int]]) -> IndexSet:
+        """Return the set whose `pairs` these are."""
+        return IndexSet(range(*pair) for pair in pairs)
+
     def __contains__(self, number: int) -> bool:
         index = bisect_right(self._starts, number) - 1
         return index >= 0 and number < self._stops[index]
@@ -28,6 +33,10 @@ class IndexSet:
     def ranges(self) -> Iterator[range]:
         """Return the ranges, in order."""
         return map(range, self._starts, self._stops)
+
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Return the first number of each range and the one after its last, to be written."""
+        return tuple(zip(self._starts, self._stops, strict=True))
 
     def add(self, numbers: range) -> None:
         """Add consecutive numbers."""

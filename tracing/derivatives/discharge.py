@@ -25,9 +25,9 @@ from dflow.tracing.jax_frontend import (
     accesses,
     bind,
     closed_parts,
+    evaluated,
     host_resources,
     inner_parts,
-    is_literal,
     line_bound,
     make_jaxpr,
     origin_of,
@@ -143,16 +143,7 @@ def _open_parts(equation: Equation) -> list[tuple[Jaxpr, list[Any]]]:
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: State) -> list[Any]:
     """Run `jaxpr` on values, reading and writing `state`; every variable it touches must be in it."""
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*state.constants(consts), *args), strict=True))
-
-    def value(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else env[atom]
-
-    for equation in jaxpr.eqns:
-        operands = [value(atom) for atom in equation.invars]
-        results = apply(equation, operands, state)
-        env.update(zip(equation.outvars, results, strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
+    return evaluated(jaxpr, state.constants(consts), args, lambda equation, operands: apply(equation, operands, state))
 
 
 def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:

@@ -7,7 +7,7 @@ queues of a `QueueType`; a node that touches one says so by its op's effects, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -194,6 +194,13 @@ class Graph:
     def refs(self) -> tuple[Value, ...]:
         """The inputs that are variables and queues, in order."""
         return tuple(value for value in self.inputs if isinstance(value.type, HANDLES))
+
+    def all_nodes(self) -> Iterator[Node]:
+        """Yield each node, and then those of its bodies."""
+        for node in self.nodes:
+            yield node
+            for body in node.bodies:
+                yield from body.all_nodes()
 
     def part(self, nodes: Sequence[Node]) -> Graph:
         """Return some nodes as a graph, whose outputs are the results used outside.

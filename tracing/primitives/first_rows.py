@@ -30,13 +30,6 @@ def _filled(value: Any, count: Any, *, fill: int) -> Any:
     return jnp.where(is_first.reshape(-1, *[1] * (value.ndim - 1)), value, jnp.asarray(fill, value.dtype))
 
 
-def _jvp(primals: Any, tangents: Any, *, fill: int) -> tuple[Any, Any]:
-    rows, tangent = first_rows_p.bind(*primals, fill=fill), tangents[0]
-    if type(tangent) is ad.Zero:
-        return rows, ad.Zero(jax.typeof(rows).to_tangent_aval())
-    return rows, first_rows_p.bind(tangent, primals[1], fill=0)
-
-
 def _transpose(cotangent: Any, value: Any, count: Any, *, fill: int) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [ad.Zero(value.aval), None]
@@ -50,7 +43,7 @@ def _batched(args: Any, dims: Any, *, fill: int) -> tuple[Any, int]:
 first_rows_p: Any = jex.Primitive("first_rows")
 first_rows_p.def_impl(jax.jit(_filled, static_argnames="fill"))
 first_rows_p.def_abstract_eval(lambda value, count, *, fill: value)
-ad.primitive_jvps[first_rows_p] = _jvp
+ad.defjvp(first_rows_p, lambda tangent, _, count, *, fill: first_rows_p.bind(tangent, count, fill=0), None)
 ad.primitive_transposes[first_rows_p] = _transpose
 batching.primitive_batchers[first_rows_p] = _batched
 mlir.register_lowering(first_rows_p, mlir.lower_fun(_filled, multiple_results=False))

@@ -145,11 +145,6 @@ def _update_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Hand
     )
 
 
-def _gather_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle, once: bool) -> Any:
-    rows = gather_p.bind(*primals, handle=handle, once=once)
-    return rows, ad.Zero(jax.typeof(rows).to_tangent_aval())
-
-
 def _gather_batched(args: Sequence[Any], dims: Sequence[Any], *, handle: Handle, once: bool) -> Any:
     return gather_p.bind(_batch_first(args[0], dims[0]), handle=handle, once=False), 0
 
@@ -182,7 +177,7 @@ def _batch_first(value: Any, dim: Any) -> Any:
 
 
 ad.primitive_jvps[update_p] = _update_jvp
-ad.primitive_jvps[gather_p] = _gather_jvp
+ad.defjvp(gather_p, None)
 batching.primitive_batchers[gather_p] = _gather_batched
 batching.primitive_batchers[update_p] = _update_batched
 

@@ -53,13 +53,6 @@ def _rounded(value: Any, rows: Any, seed: Any, *, new_dtype: Any, origin: int, s
     return rounded.astype(new_dtype)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    result, tangent = round_at_random_p.bind(*primals, **params), tangents[0]
-    if type(tangent) is ad.Zero:
-        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
-    return result, tangent.astype(params["new_dtype"])
-
-
 def _batched(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
     return jax.vmap(partial(_rounded, **params), in_axes=tuple(dims))(*args), 0
 
@@ -69,6 +62,6 @@ round_at_random_p.def_impl(jax.jit(_rounded, static_argnames=("new_dtype", "orig
 round_at_random_p.def_abstract_eval(
     lambda value, rows, seed, *, new_dtype, origin, strides: value.update(dtype=new_dtype)
 )
-ad.primitive_jvps[round_at_random_p] = _jvp
+ad.defjvp(round_at_random_p, lambda tangent, *_, new_dtype, **__: tangent.astype(new_dtype), None, None)
 batching.primitive_batchers[round_at_random_p] = _batched
 mlir.register_lowering(round_at_random_p, mlir.lower_fun(_rounded, multiple_results=False))

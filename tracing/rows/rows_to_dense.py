@@ -138,13 +138,6 @@ rows_to_dense_p.def_abstract_eval(lambda indices, rows, *, shape, **_: jax.core.
 mlir.register_lowering(rows_to_dense_p, mlir.lower_fun(_dense, multiple_results=False))
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    dense = rows_to_dense_p.bind(*primals, **params)
-    if type(tangents[1]) is ad.Zero:
-        return dense, ad.Zero(jax.typeof(dense).to_tangent_aval())
-    return dense, rows_to_dense_p.bind(primals[0], tangents[1], **params)
-
-
 def _transpose(cotangent: Any, indices: Any, rows: Any, **_: Any) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [None, ad.Zero(rows.aval)]
@@ -155,6 +148,6 @@ def _batched(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[A
     return jax.vmap(lambda indices, rows: _dense(indices, rows, **params), in_axes=tuple(dims))(*args), 0
 
 
-ad.primitive_jvps[rows_to_dense_p] = _jvp
+ad.defjvp(rows_to_dense_p, None, lambda tangent, indices, _, **params: rows_to_dense_p.bind(indices, tangent, **params))
 ad.primitive_transposes[rows_to_dense_p] = _transpose
 batching.primitive_batchers[rows_to_dense_p] = _batched
