@@ -149,6 +149,8 @@ def wide_ids(ids: Any) -> WideIds:
 
 def wide_ids_of(ids: Any, what: str) -> WideIds:
     """Like `wide_ids`; `what` is the noun for the ids in errors."""
+    if isinstance(ids, list | tuple) and isinstance(_first(ids), jax.Array):  # numbers of a list, in traced code
+        ids = _stacked(ids, what)
     if isinstance(ids, jax.Array):
         return _ids_of_jax(ids, what)
     array = _array(ids, what)
@@ -165,6 +167,27 @@ def wide_ids_of(ids: Any, what: str) -> WideIds:
 def are_strings(array: Any) -> bool:
     """Whether an array of NumPy has only strings or bytes, as objects; also if it is empty."""
     return array.dtype == object and all(issubclass(kind, str | bytes) for kind in set(map(type, array.flat)))
+
+
+def _first(ids: Any) -> Any:
+    while isinstance(ids, list | tuple) and ids:
+        ids = ids[0]
+    return ids
+
+
+def _stacked(ids: Any, what: str) -> jax.Array:
+    for one in jax.tree_util.tree_leaves(ids):
+        _ids_of_jax(jnp.asarray(one), what)  # raises for the first one that is no integer
+    try:
+        return jnp.asarray(ids)
+    except (TypeError, ValueError):
+        raise _ragged(what) from None
+
+
+def _ragged(what: str) -> InputError:
+    return InputError(
+        f"{what}: expected rows of one length, got rows of several lengths", "pad them with an id of their own"
+    )
 
 
 def _ids_of_jax(ids: Any, what: str) -> WideIds:
@@ -192,9 +215,7 @@ def _array(ids: Any, what: str) -> np.ndarray[Any, Any]:
         if isinstance(ids, list | tuple) and array.dtype.kind not in "iu":
             array = np.asarray(ids, object)
     except ValueError:
-        raise InputError(
-            f"{what}: expected rows of one length, got rows of several lengths", "pad them with an id of their own"
-        ) from None
+        raise _ragged(what) from None
     if isinstance(ids, np.ma.MaskedArray) and ids.mask.any():
         raise _missing("a masked id", np.argwhere(ids.mask)[0], what, of_numbers=array.dtype.kind in "iuf")
     if not array.size and array.dtype == np.float64:

@@ -158,29 +158,6 @@ def test_ids_that_are_used_as_numbers_name_the_argument(use: Any, given: Any) ->
         step({"user": given}, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (["a", None], r"argument 'batch/user': .*got None at \(1,\)"),
-        (np.array(["a", np.nan], object), r"argument 'batch/user': .*got nan at \(1,\)"),
-        (np.array([1, np.nan]), r"ids of table 'users_as_they_are': expected integers, got batch\['user'\] of float32"),
-        (["a", 5], r"argument 'batch/user': expected only strings, got 5"),
-        ([["a"], ["b", "c"]], "argument 'batch/user': expected rows of one length"),
-        (["\ud800"], "argument 'batch/user': expected strings of Unicode"),
-        (np.array([2**70, 1], object), "argument 'batch/user': expected integers of at most 64 bits"),
-    ],
-)
-def test_a_missing_or_wrong_id_names_the_argument(ids: Any, message: str) -> None:
-    with pytest.raises(dflow.InputError, match=message):
-        dflow.jit(lambda batch: TABLE(batch["user"]))({"user": ids})
-
-
-def test_a_missing_value_of_pandas_names_the_argument() -> None:
-    pd = pytest.importorskip("pandas")
-    with pytest.raises(dflow.InputError, match=r"argument 'batch/user': .*got <NA> at \(1,\)"):
-        dflow.jit(lambda batch: TABLE(batch["user"]))({"user": pd.Series(["a", pd.NA], dtype="string")})
-
-
 def test_ids_pass_through_transformations() -> None:
     rows = np.asarray(TABLE(NAMES))
     found = dflow.jit(lambda ids: [jax.lax.map(TABLE, ids), jax.vmap(TABLE)(ids), jnp.stack([*map(TABLE, ids)])])(NAMES)
