@@ -87,6 +87,8 @@ class Sync(Strategy):
                 try:
                     gradients = part.open(run.step, batches.newest, run.steps, self._wanted)
                     if gradients is None:
+                        # The coordinator may not know: the report of the last round may be lost with its worker.
+                        progress.reached(run.steps)
                         return
                     opening = part.next(done)
                     while opening.done < run.steps:

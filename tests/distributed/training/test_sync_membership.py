@@ -14,6 +14,7 @@ import pytest
 
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.training import long_wait, step_report
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.testing import MemoryCluster
 from dflow.tracing.errors import DeadlineExceeded, RemoteError, StrategyError, TaskLost
 from tests.distributed.training.sync_programs import Sync, Turns, pair, together
@@ -30,15 +31,22 @@ def test_a_worker_that_runs_out_of_data_leaves_the_others_their_rounds(workers: 
     assert together(workers, work) == [7, 0, 2]
 
 
-def test_a_run_that_is_named_again_is_over(workers: list[Cluster]) -> None:
-    def work(index: int, cluster: Cluster) -> Any:
-        _, step = pair(cluster)
-        counts = [len(list(Sync(cluster).run(step, itertools.repeat(1.0), steps=3, name="run"))) for _ in range(2)]
-        with pytest.raises(RemoteError, match="run 'run' has 3 rounds and was asked for with 4"):
-            list(Sync(cluster).run(step, itertools.repeat(1.0), steps=4, name="run"))
-        return counts
+def test_a_run_that_is_named_again_is_over_and_reported_as_done(
+    workers: list[Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [pair(cluster)[1] for cluster in workers]
 
-    assert together(workers, work) == [[3, 0]] * 3
+    def work(index: int, cluster: Cluster, count: int = 3) -> int:
+        return len(list(Sync(cluster).run(steps[index], itertools.repeat(1.0), steps=count, name="run")))
+
+    with monkeypatch.context() as lost:
+        lost.setattr(step_report.StepProgress, "_tell", lambda *_: None)  # with their connections
+        assert together(workers, work) == [3] * 3
+    assert work(0, workers[0]) == 0
+    status = workers[0].coordinator.ask(GetStatus())
+    assert (status.steps_done, status.steps_total) == (3, 3)
+    with pytest.raises(RemoteError, match="run 'run' has 3 rounds and was asked for with 4"):
+        work(0, workers[0], 4)
 
 
 def test_a_worker_that_waits_says_whom_for_long_before_its_time_is_over(
