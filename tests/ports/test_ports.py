@@ -1,4 +1,4 @@
-"""Four programs in dflow's idiom beside twins in plain JAX: in one process with microbatches, or on a cluster."""
+"""Three programs in dflow's idiom beside twins in plain JAX: in one process with microbatches, or on a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import dflow
 from dflow.testing import memory_cluster
-from tests.ports import classifier, factorisation, gpt, ppo
+from tests.ports import classifier, gpt, ppo
 from tests.ports.compare import assert_alike, port_metrics, twin_metrics
 
 
@@ -31,6 +31,6 @@ def worker() -> Iterator[Any]:
         yield cluster
 
 
-@ports(ppo, classifier, factorisation)
+@ports(ppo, classifier)
 def test_a_port_on_a_cluster_reports_what_its_twin_does(port: ModuleType, worker: Any) -> None:
     assert_alike(port_metrics(port, worker, 1), twin_metrics(port, 1))

@@ -1,7 +1,7 @@
 """`dflow launch --on ray` on a Ray cluster of several nodes, which are all on this machine: tasks of every role, nodes
 and whole launches end.
 
-Ray starts slowly, so one cluster and two launches test all.
+Ray starts slowly, so one cluster and two launches test all. They take a minute of processor time, of which most is Ray's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.distributed.counting_script import COUNTERS, REPORT, await_snapshot
 from tests.distributed.processes import Spawned, processes, wait_for_end
 
 pytestmark = [
-    pytest.mark.once,
+    pytest.mark.long,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="Ray is not installed; pip install 'dflow[ray]' brings it"
