@@ -1,4 +1,4 @@
-"""Gradients and training of variables on meshes with `Explicit` axes, beside plain JAX."""
+"""Gradients and training of variables on meshes with `Explicit` or `Auto` axes, beside plain JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import dflow
-from tests.dflow.mesh_shardings import EXPLICIT, ROWS, WHOLE, P, X, same, spread
+from tests.dflow.mesh_shardings import AUTO, EXPLICIT, ROWS, WHOLE, P, X, same, spread
 
 pytestmark = pytest.mark.once
 
@@ -36,25 +36,31 @@ def plain_training(transformation: Any, parameters: Any, x: Any, steps: int, los
     return losses, parameters, state
 
 
+def product(p: Any, x: Any) -> Any:
+    return ((x * p["w"]) ** 2).mean()
+
+
+BOTH = spread(P("d", "m"), AUTO, AUTO)
 TRANSFORMATIONS = {
     "momentum": optax.sgd(0.1, momentum=0.9),
     "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
 }
-#: Parameters by their shardings: replicated, and sharded.
+#: A loss, and its parameters and their shardings, with that of the examples as `x`: replicated, and sharded.
 TRAININGS: dict[str, tuple[Callable[[Any, Any], Any], dict[str, Any], dict[str, NamedSharding]]] = {
     "data parallel": (
         lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean(),
         {"w": np.ones((4, 2), np.float32), "b": np.zeros(2, np.float32)},
-        {"w": WHOLE, "b": WHOLE},
+        {"w": WHOLE, "b": WHOLE, "x": ROWS},
     ),
-    "divided": (lambda p, x: ((x * p["w"]) ** 2).mean(), {"w": np.ones((16, 4), np.float32)}, {"w": ROWS}),
+    "divided": (product, {"w": np.ones((16, 4), np.float32)}, {"w": ROWS, "x": ROWS}),
+    "divided, auto": (product, {"w": np.ones((16, 4), np.float32)}, {"w": BOTH, "x": BOTH}),
 }
 
 
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 @pytest.mark.parametrize(("loss", "first", "places"), TRAININGS.values(), ids=TRAININGS)
 def test_training_without_a_mesh_in_force(loss: Any, first: Any, places: Any, transformation: Any) -> None:
-    x = jax.device_put(X, ROWS)
+    x = jax.device_put(X, places["x"])
     variables = {name: dflow.Variable(first[name], sharding=places[name], name=name) for name in first}
     optimizer = dflow.Optimizer(transformation, variables)
 
@@ -62,11 +68,14 @@ def test_training_without_a_mesh_in_force(loss: Any, first: Any, places: Any, tr
     def step(x: Any) -> Any:
         value, gradients = dflow.value_and_grad(lambda: loss(dflow.read(variables), x), variables)()
         for name, variable in variables.items():
-            assert jax.typeof(gradients[name]) == jax.typeof(variable.read())
+            if EXPLICIT in places[name].mesh.axis_types:
+                assert jax.typeof(gradients[name]) == jax.typeof(variable.read())
         optimizer.apply(gradients)
         return value
 
-    losses, parameters, state = plain_training(transformation, jax.device_put(first, places), x, 4, loss)
+    losses, parameters, state = plain_training(
+        transformation, {name: jax.device_put(first[name], places[name]) for name in first}, x, 4, loss
+    )
     np.testing.assert_allclose([step(x) for _ in range(4)], losses, rtol=1e-5)
     same(dflow.read(variables), parameters)
     slots = [slot for slot in jax.tree.leaves(dflow.read(optimizer.slots)) if slot.ndim]

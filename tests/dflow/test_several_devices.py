@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -219,67 +218,7 @@ else:
         for _ in range(2):
             same(ours(x), theirs(x))
 
-    def optimizer_step(transformation: Any, table: Any, bias: Any) -> Any:
-        """Return the results of three steps by plain JAX."""
-
-        def loss(parameters: Any, x: Any) -> Any:
-            return jnp.mean((x * parameters["table"] + parameters["bias"]) ** 2)
-
-        @jax.jit
-        def step(parameters: Any, state: Any, x: Any) -> Any:
-            gradients = jax.grad(loss)(parameters, x)
-            updates, state = transformation.update(gradients, state, parameters)
-            return optax.apply_updates(parameters, updates), state
-
-        parameters = {"table": table, "bias": bias}
-        state = transformation.init(parameters)
-        for _ in range(3):
-            parameters, state = step(parameters, state, X)
-        return parameters
-
     BOTH = NamedSharding(jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2), PartitionSpec("d", "m"))
-
-    @pytest.mark.parametrize(
-        ("name", "sharding", "made"),
-        [
-            ("sgd", ROWS, "put"),
-            ("momentum", ROWS, "said"),
-            ("adam", ROWS, "put"),
-            ("adam", WHOLE, "said"),
-            ("adam", BOTH, "said"),
-            ("clipped", BOTH, "put"),
-        ],
-        ids=["sgd", "momentum", "adam", "adam-whole", "adam-both", "clipped"],
-    )
-    def test_an_optimizer_of_a_sharded_variable(name: str, sharding: Any, made: str) -> None:
-        transformation = {
-            "sgd": optax.sgd(0.1),
-            "momentum": optax.sgd(0.1, momentum=0.9),
-            "adam": optax.adam(0.1),
-            "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
-        }[name]
-        if made == "put":
-            table = dflow.Variable(jax.device_put(X / 64, sharding), name="table")
-        else:
-            table = dflow.Variable(lambda: jnp.arange(64.0).reshape(16, 4) / 64, sharding=sharding, name="table")
-        bias = dflow.Variable(jnp.ones(4), name="bias")
-        model = {"table": table, "bias": bias}
-        optimizer = dflow.Optimizer(transformation, model)
-        slots = [slot for slot in jax.tree.leaves(optimizer.slots, is_leaf=dflow.is_variable) if slot.ndim == 2]
-        assert all(slot.read().sharding.is_equivalent_to(sharding, 2) for slot in slots)
-
-        @dflow.jit
-        def step(x: Any) -> None:
-            gradients = dflow.grad(lambda: jnp.mean((x * table + bias) ** 2), model)()
-            optimizer.apply(gradients)
-
-        for _ in range(3):
-            step(X)
-        want = optimizer_step(transformation, jax.device_put(X / 64, sharding), jnp.ones(4))
-        np.testing.assert_allclose(table, want["table"], rtol=1e-5)
-        np.testing.assert_allclose(bias, want["bias"], rtol=1e-5)
-        for variable in (table, *slots):
-            assert variable.read().sharding.is_equivalent_to(sharding, 2)
 
     @pytest.mark.parametrize("sharding", [ROWS, WHOLE, BOTH], ids=["rows", "whole", "both"])
     def test_a_variable_that_is_made_in_its_parts(sharding: Any) -> None:

@@ -9,13 +9,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
 
-from tests.jax_suite.__main__ import each, main
-from tests.jax_suite.child import last_line
+from tests.jax_suite.__main__ import main
 from tests.jax_suite.compare import Exceptions, FileComparison
 from tests.jax_suite.process import FileRun, Limits, Outcome, run_file
 
@@ -169,21 +167,6 @@ def test_a_runner_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:
     assert runner.wait(timeout=60) == 128 + signal.SIGTERM
 
 
-def test_an_interrupt_stops_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped: list[bool] = []
-
-    def run(file: str, *_: object, stop: threading.Event) -> FileRun:
-        if file == "a_test.py":
-            raise KeyboardInterrupt
-        stopped.append(stop.wait(60))
-        return FileRun()
-
-    monkeypatch.setattr("tests.jax_suite.__main__.run_file", run)
-    with pytest.raises(KeyboardInterrupt):
-        list(each(["a_test.py", "b_test.py"], tmp_path, Limits(), (), jobs=2))
-    assert all(stopped)
-
-
 def test_a_test_that_did_not_run_differs() -> None:
     plain = FileRun({"a::b": Outcome("passed"), "a::c": Outcome("failed")})
     compared = FileComparison("a", plain, FileRun({}, "ImportError: no"))
@@ -197,11 +180,3 @@ def test_an_exception_of_a_test_that_was_not_selected_is_not_stale() -> None:
     compared, exceptions = [FileComparison("a", passed, passed)], Exceptions({"a::b": "because", "a::c": "because"})
     assert exceptions.stale(compared) == ["a::b", "a::c"]
     assert exceptions.stale(compared, selected=True) == ["a::b"]
-
-
-def test_the_last_line_of_an_error_is_the_one_that_names_it() -> None:
-    text = "    def f():\n>       g()\nE       TypeError: no\nE         more about it\n\nfile.py:3: TypeError"
-    assert last_line(text) == "TypeError: no"
-    assert last_line(f"{text}\n\nDuring handling of the above exception:\nE    KeyError: 'k'") == "KeyError: 'k'"
-    assert last_line("E       assert 1 == 2\nE        +  where\n") == "assert 1 == 2"
-    assert last_line("") == ""

@@ -130,25 +130,6 @@ def test_a_damaged_or_missing_object_is_named(url: str, damaged: str) -> None:
         dflow.restore(f"{url}/c", variables)
 
 
-def test_a_run_is_resumed_from_the_newest_checkpoint(url: str) -> None:
-    run = Run()
-    with run.manager(url, keep=2, best=("loss", 1, "min")) as manager:
-        assert manager.resumed is None
-        for step, loss in enumerate([1.0, 3.0, 0.5, 2.0, 4.0]):
-            saved(manager, run, step, loss=loss)
-        assert steps_in(manager) == [2, 3, 4]
-        assert manager.best is not None
-        dflow.restore(manager.best.path, {"seen": run.seen})
-        assert run.last == 2
-    again = Run()
-    with again.manager(url) as manager:
-        assert (manager.resumed, again.last) == (4, 4)
-        assert manager.checkpoints[-1].path == f"{url}/step_4"
-    assert {name.partition("/")[0] for name in ObjectPath(url).names()} == {
-        *(".manager.lock", "runs.json", "step_2", "step_3", "step_4")
-    }
-
-
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_restored(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,7 @@
 """`dflow launch --on ray` on a Ray cluster of several nodes, which are all on this machine: tasks of every role, nodes
 and whole launches end.
 
-Ray starts slowly, so one cluster and two launches test all. They take a minute of processor time, of which most is Ray's.
+Ray starts slowly, so one cluster and two launches test all. They take a minute of processor time, most of it Ray's.
 """
 
 from __future__ import annotations
