@@ -17,6 +17,8 @@ PY := $(VENV)/bin/python
 # One stamp a Python: asked for another one, make sets the environment up again.
 comma := ,
 PEERS := .venv-tensorflow
+MLSERVER := .venv-mlserver
+TRITON := .venv-triton
 DEPENDENCIES := $(VENV)/.dependencies-$(SERIES)$(if $(INTEGRATIONS),-integrations)
 STAMP := $(VENV)/.installed-$(SERIES)$(if $(INTEGRATIONS),-integrations)
 # Ray's tests run on one Python, as its wheel is large and its start slow.
@@ -32,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden composition dashboard array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel release pins site clean
+.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden composition dashboard array-api-suite jax-suite bench bench-tiny bench-peers bench-serving gpu-check wheel release pins site clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -118,6 +120,13 @@ bench-tiny: $(STAMP)  ## run one round of each with sizes so small that the figu
 bench-peers: $(STAMP)  ## the null step beside TensorFlow's own runtime, which gets an environment of its own; PEERS_OPTIONS='--kind dense'
 	@test -x $(PEERS)/bin/python || { $(call make-venv,$(PEERS)) && $(call pip,$(PEERS)) install -q 'tensorflow-cpu==2.21.*'; }
 	$(PY) -m benchmarks.null_step --beside $(PEERS)/bin/python $(or $(PEERS_OPTIONS),--every)
+
+bench-serving: $(STAMP)  ## requests with names, beside MLServer and Triton, which get environments of their own; PEERS_OPTIONS='--rounds 7'
+	@test -x $(MLSERVER)/bin/mlserver || { $(call make-venv,$(MLSERVER)) && $(call pip,$(MLSERVER)) install -q 'mlserver==1.7.1' jax; }
+	@test -d $(TRITON)/lib/python$(SERIES)/site-packages/pytriton || { \
+	  $(call make-venv,$(TRITON)) && $(call pip,$(TRITON)) install -q nvidia-pytriton 'jax==0.4.38' 'numpy<2'; }
+	$(PY) -m benchmarks.serving_names --mlserver $(MLSERVER)/bin/mlserver \
+	  --triton $(TRITON)/lib/python$(SERIES)/site-packages $(PEERS_OPTIONS)
 
 gpu-check: $(STAMP)  ## on a GPU, run the tests that are worth it there and the benchmarks; ON=cpu tries the way itself, in little
 	$(PY) -m tests.gpu_check $(if $(ON),--on $(ON))

@@ -12,6 +12,7 @@ is trained and exported once by dflow, with a vocabulary of the names, and serve
 All answers are compared before. MLServer takes no strings in binary form over HTTP. The servers run at the same time,
 and are loaded one after the other by clients on the same cores, as `benchmarks.serving` has them; `ratio` is the median
 of dflow's requests/s over a server's in the same round, in the same protocol and, for HTTP, dflow's binary form.
+`make bench-serving` makes both environments.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def main() -> None:
         if given.mlserver:
             ports |= start_mlserver(stack, folder, given.mlserver)
         if given.triton:
-            ports |= start_triton(stack, folder, Path(given.triton))
+            ports |= start_triton(stack, folder, Path(given.triton).resolve())
         drawn = np.random.default_rng(1).choice(names, (given.clients, REQUESTS * IN_ROW)).tolist()
         ways, scores = {}, {}
         for (server, form), (port, model) in ports.items():
