@@ -96,6 +96,10 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "step_budget": ({}, ("--steps", "2", "--ps", "1")),
     "sync_steps": ({"MODELS": to({1: (2, 64)}), "WORKERS": to((2,))}, (*ONE_ROUND, "--steps", "3")),
     "threads": ({"THREADS": to((1, 2)), "CALLS": to(20)}, ONE_ROUND),
+    "table_on_disk": (
+        {},
+        (*ONE_ROUND, "--rows", "600000", "--ps", "1", "--percent", "90", "--ids", "64", "--steps", "2", "--warm", "2"),
+    ),
     "tls": ({}, ONE_ROUND),
     "trace_time": ({"LAYERS": to(1)}, (*ONE_ROUND, "--short", "1")),
     "vocabulary": ({"ROWS": to(100), "IDS": to(64)}, (*ONE_ROUND, "--steps", "2", "--starts", "1")),

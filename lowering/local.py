@@ -89,7 +89,12 @@ class LocalHome:
         is_marks = near is not None and variable.name == near.name + SUFFIX
         key = near.key + SUFFIX if near is not None and is_marks else key_of(variable.name, variable.serial)
         make = initial if callable(initial) else lambda: initial
-        self.store.create(key, variable.type, make, self._sharding(variable, near))
+        limit = None
+        if variable.memory_limit is not None:
+            owner, most_bytes = variable.memory_limit
+            limit = key if owner is variable else owner.key, most_bytes
+        memory = self.store.memory_for(key, limit)
+        self.store.create(key, variable.type, make, self._sharding(variable, near), memory)
         self._named[variable.name] = variable
         weakref.finalize(variable, self.store.table.drop, key).atexit = False
         sharding = self.store.sharding(key)

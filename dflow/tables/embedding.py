@@ -45,6 +45,8 @@ class Embedding(ShardedVariable):
     `key`          for the initialiser; by default made of the name, or without one of the number of the embedding
     `vocabulary`   settings with which the table gives rows to ids of 64 bits as they are used. `rows` is then the
                    number of ids that can have one, rounded up to whole buckets, and `by` is "rows"
+    `max_memory`   largest number of bytes in memory of the table, its vocabulary and its optimizers' slots; the rows
+                   that are used least lie on the disks of the tasks. At least 32 MiB for each shard
     `shards`, `by`, `max_shard_bytes`, `traffic`, `track_changes`, `name`, `trainable`  as for `ShardedVariable`
     raises         VariableError as `ShardedVariable` does
 
@@ -66,6 +68,7 @@ class Embedding(ShardedVariable):
         traffic: Any = None,
         track_changes: bool = False,
         vocabulary: Vocabulary | None = None,
+        max_memory: int | None = None,
         name: str | None = None,
         dtype: Any = jnp.float32,
         trainable: bool = True,
@@ -94,6 +97,7 @@ class Embedding(ShardedVariable):
             traffic=traffic,
             track_changes=track_changes,
             together=together,
+            max_memory=max_memory,
             name=name,
             trainable=trainable,
         )

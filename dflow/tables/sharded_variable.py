@@ -64,6 +64,8 @@ class ShardedVariable(RowUpdates):
     `track_changes`  whether `changed_rows` can be asked. It costs 4 bytes a row, beside the shards, and their update in
                each update of rows. Not for a division by columns; all processes must give the same
     `together`  number of neighbouring rows that stay in one shard: a divisor of their number. Without `traffic`
+    `max_memory`  largest number of bytes in memory of all shards and of the variables near them, such as the slots of
+               an optimizer, as for `dflow.Variable`; each shard has a part by its size
     `name`, `dtype`, `trainable`  as for `dflow.Variable`; shard n is the variable `name/n`
     raises     VariableError as `dflow.Variable` does, and for a division that the array does not have
     """
@@ -83,6 +85,7 @@ class ShardedVariable(RowUpdates):
         name: str | None = None,
         dtype: Any = None,
         trainable: bool = True,
+        max_memory: int | None = None,
     ) -> None:
         what = f"the initial value of sharded variable {name or 'unnamed'!r}"
         initial = plain_array(initial, what)
@@ -123,7 +126,14 @@ class ShardedVariable(RowUpdates):
         with home.together():
             #: The variables, in order; in a gradient or the result of a `jax.tree` function, arrays.
             self.shards: tuple[Any, ...] = tuple(
-                Variable(make(part, one), name=one, dtype=dtype, near=other, trainable=trainable)
+                Variable(
+                    make(part, one),
+                    name=one,
+                    dtype=dtype,
+                    near=other,
+                    trainable=trainable,
+                    max_memory=_share(max_memory, part, type),
+                )
                 for part, one, other in zip(parts, named, beside, strict=True)
             )
             for shard in self.shards if track_changes else ():
@@ -393,6 +403,13 @@ class ShardedVariable(RowUpdates):
             f"a product with sharded variable {self.name!r}: expected matrices that fit, got {shown}",
             "take the rows that you need, or the whole by read()",
         )
+
+
+def _share(max_memory: Any, part: AxisSlice, type: ArrayType) -> Any:
+    """Return a shard's share of a limit of memory; what is no number is for the shard to refuse."""
+    if not isinstance(max_memory, int | np.integer) or isinstance(max_memory, bool):
+        return max_memory
+    return int(max_memory) * part.size // max(1, type.shape[part.axis])
 
 
 def checked_numbers(numbers: Any, size: int, table: str, noun: str = IDS) -> Any:

@@ -20,6 +20,7 @@ import optax
 from dflow.lowering.programs.discharge import Discharged, discharge
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.programs.shared_exports import computation
+from dflow.tables.initial_part import initial_part
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.types import ArrayType
@@ -27,6 +28,7 @@ from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.path_names import path_name
 from dflow.tracing.rare_collections import rare_collections
+from dflow.tracing.rows.axis_slice import AxisSlice
 from dflow.tracing.state.container import uncontained
 from dflow.tracing.state.initial_value import TypedInitial
 from dflow.tracing.state.resources import Variable, is_variable, read
@@ -214,10 +216,18 @@ def _initials_of(graph: Graph, values: Callable[[], Sequence[Any]]) -> list[Type
         pure = discharge(Graph((), tuple(nodes), (output,)))
         key = output if (found := computation(pure)) is None else found
         if key not in shared:
-            shared[key] = pure, InitialOps(lambda: pure.fn()[0] if nodes else jnp.asarray(pure.fn()[0], type.dtype))
+            shared[key] = pure, _ops(lambda: pure.fn()[0] if nodes else jnp.asarray(pure.fn()[0], type.dtype), type)
         return shared[key][1]
 
     return [initial(position, output) for position, output in enumerate(graph.outputs)]
+
+
+def _ops(initial: Callable[[], Any], type: ArrayType) -> InitialOps:
+    """Return the ops of an initialiser of a type: of a large value in blocks of rows, if rows can be made so."""
+    if not type.shape or not type.shape[0]:
+        return InitialOps(initial)
+    found = initial_part(initial, AxisSlice(0, 0, type.shape[0]), type.size_bytes // type.shape[0], None)
+    return found if isinstance(found, InitialOps) else InitialOps(initial)
 
 
 def _behind(output: Operand, made_by: Mapping[Value, tuple[int, Node]]) -> Sequence[Node] | None:

@@ -104,7 +104,7 @@ class PendingVariable:
 
     def asked(self) -> CreateVariable:
         """Return the request without an initial value, which finds out if the variable exists."""
-        type = self.variable.type
+        type, limit = self.variable.type, self.variable.memory_limit
         return CreateVariable(
             self.variable.name,
             dtype_name(type.dtype),
@@ -112,6 +112,7 @@ class PendingVariable:
             process=self.placed.process,
             layout=self.layout,
             near=self._near,
+            memory=None if limit is None else (limit[0].name, limit[1]),
         )
 
     @property

@@ -37,8 +37,11 @@ from dflow.distributed.wire.messages.message import Notice
 from dflow.lowering.files.array_manifest import MANIFEST
 from dflow.lowering.files.atomic_directory import tidy_all, whole_folder
 from dflow.lowering.files.changed_rows import ChangedArrays, WrittenBytes, fill_with_changes, read_changed_arrays
+from dflow.lowering.paging.paged_memory import PagedMemory
 from dflow.lowering.state.applied_steps import AppliedCall, AppliedCopy
 from dflow.lowering.state.kept_results import KeptRun
+from dflow.lowering.state.store import Limits, read_paged
+from dflow.lowering.values.first_value import Unshared
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, StepCancelled, TaskLost
 from dflow.tracing.ir.types import ArrayType
@@ -46,9 +49,9 @@ from dflow.tracing.moments import reach
 
 LOGGER = logging.getLogger("dflow")
 
-#: Keys of the record of applied steps, of their results, of the queues and accumulators, and of the cluster's id, in
-#: the metadata of a part, beside those of `TaskPart.saved_as`.
-_APPLIED, _KEPT, _RESOURCES, _CLUSTER = "applied", "kept", "resources", "cluster"
+#: Keys of the record of applied steps, of their results, of the queues and accumulators, of the cluster's id, and of
+#: limits of memory, in the metadata of a part, beside those of `TaskPart.saved_as`.
+_APPLIED, _KEPT, _RESOURCES, _CLUSTER, _LIMITS = "applied", "kept", "resources", "cluster", "limits"
 #: Names of the arrays of results, with their numbers; no variable has a name with the character NUL.
 _RESULT = "result\0"
 
@@ -84,14 +87,14 @@ class _ReadPart(NamedTuple):
     """A part that was read.
 
     known     values of the variables that this process holds
-    new       types and values of the others
+    new       types, values and memories of the others
     applied   the record of applied steps
     contents  the arrays of `resources`, by name
     copies    the state of the task's parts, by `TaskPart.saved_as`
     """
 
     known: Mapping[str, Any]
-    new: dict[str, tuple[ArrayType, Any]]
+    new: dict[str, tuple[ArrayType, Any, PagedMemory | None]]
     applied: AppliedCopy
     resources: tuple[SavedResource, ...]
     contents: Mapping[str, Any]
@@ -164,11 +167,12 @@ class TaskSnapshots(TaskPart):
         reach("capture", self._task)
         with self._state_lock:
             values = self._store.read_together(self._store.keys())
+            limits = self._store.limits()
             resources, contents = self._resources.saved()
             applied = self._store.applied.copy()
             copies = {part.saved_as: part.copy() for part in self._parts_with_state()}
         rest: dict[str, Any] = {_APPLIED: applied.calls, _KEPT: applied.kept, _RESOURCES: resources}
-        rest |= copies | {_CLUSTER: message.cluster}
+        rest |= copies | {_CLUSTER: message.cluster, _LIMITS: limits}
         contents |= {f"{_RESULT}{number}": array for number, array in enumerate(applied.arrays)}
         names = *values, *(one.created.name for one in resources)
         self._tell(StateCaptured(self._task, number, names))
@@ -233,9 +237,15 @@ class TaskSnapshots(TaskPart):
             if (held := self._store.type(name)) != files.types[name]:
                 raise CheckpointError(f"variable {name!r} holds {held}, and the snapshot has {files.types[name]}")
         known = self._store.read_saved(files, here)
-        absent = files.each(dict.fromkeys(name for name in variables if name not in here))
-        # `Store.create` copies them.
-        new = {name: (files.types[name], value) for name, value in absent}
+        absent = [name for name in variables if name not in here]
+        limits = msgspec.convert(files.metadata.get(_LIMITS, {}), Limits)
+        memories = {name: self._store.memory_for(name, limits.get(name)) for name in absent}
+        paged = {name: one for name, one in memories.items() if one is not None and one.takes(files.types[name])}
+        # `Store.create` copies them, except for those that are paged.
+        read_now = files.each(dict.fromkeys(name for name in absent if name not in paged))
+        new = {name: (files.types[name], value, memories[name]) for name, value in read_now}
+        for name, memory in paged.items():
+            new[name] = files.types[name], Unshared(read_paged(files, name, memory)), memory
         read = dict(files.each(dict.fromkeys([*contents, *results])))
         applied = AppliedCopy(calls, kept_results, [read[name] for name in results])
         return _ReadPart(known, new, applied, resources, read, copies)
@@ -251,8 +261,8 @@ class TaskSnapshots(TaskPart):
             self._resources.forget(name, f"{name!r} {_MADE_SINCE}", _MAKE_AGAIN, TaskLost)
         # Also state that was placed when the part had been read.
         for name in {*part.new}.difference(message.unsaved):
-            type, value = part.new.pop(name)  # so that not all of them are in memory twice
-            self._store.create(name, type, lambda value=value: value)  # type: ignore[misc]
+            type, value, memory = part.new.pop(name)  # so that not all of them are in memory twice
+            self._store.create(name, type, lambda value=value: value, memory=memory)  # type: ignore[misc]
         self._store.replace({name: value for name, value in part.known.items() if name not in message.unsaved})
         resources = (one for one in part.resources if one.created.name not in message.unsaved)
         self._resources.return_to(resources, part.contents)

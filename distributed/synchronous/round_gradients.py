@@ -202,9 +202,10 @@ class Gradients:
         self._given.update(dict.fromkeys(self._given))
         number = self._round.read()
         # Ready with the gradients, so that it travels with them, without further messages. With the smallest one,
-        # since a gradient computed on another task would be sent here for this.
+        # since a gradient computed on another task would be sent here for this. Its sum: the gradient of a table has
+        # rows where these are enough.
         smallest = min(jax.tree_util.tree_leaves(leaves), key=np.size)
-        _, number = jax.lax.optimization_barrier((smallest, number))
+        _, number = jax.lax.optimization_barrier((jnp.sum(smallest), number))
         tickets = []
         for task in self.types.others:
             ticket = self._accumulators[task].keep((self._fitting(task, leaves), []), number)

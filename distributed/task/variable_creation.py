@@ -76,6 +76,7 @@ class VariableCreation(TaskPart):
             variable.name,
             ArrayType(dtype, variable.shape),
             make if sharding is None else lambda: jax.device_put(unshared(make()), sharding),
+            memory=self._store.memory_for(variable.name, variable.memory),
         )
 
     def _sharding(self, variable: CreateVariable) -> Sharding | None:

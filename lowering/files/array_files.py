@@ -36,6 +36,7 @@ from dflow.lowering.files.regular_file import reading_remedy, refuse_links, reme
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import bounds_of, each_once, is_whole_here, placed, spread
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
+from dflow.lowering.paging.paged_memory import prefetched
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
 from dflow.tracing.rows.axis_slice import AxisSlice
@@ -330,13 +331,22 @@ class _Stored:
 
     def pieces(self) -> Iterator[tuple[Any, npt.NDArray[Any]]]:
         """Yield the parts that this process writes, each once, with the stored dtype and their indices."""
-        parts = [(..., self.value)]
+        parts: list[tuple[Any, Any]] = [(..., self.value)]
         if isinstance(self.value, jax.Array):
             shards = self.value.addressable_shards
             mine = [one for one in shards if one.replica_id == 0] if self.is_shared else each_once(shards)
             parts = [(shard.index, shard.data) for shard in mine]
+        rows = self.chunk_shape()[0] if self.value.ndim else 1
         for index, part in parts:
-            yield index, stored_data(part)
+            data = stored_data(part)
+            if data.nbytes <= _CHUNK_BYTES:
+                yield index, data
+                continue
+            # Chunk by chunk: a few at a time are read from the disk, if the array is paged, and written.
+            first, rest = (0, ()) if index is ... else (index[0].start or 0, index[1:])
+            for start in range(0, len(data), rows):
+                piece = prefetched(data[start : start + rows])
+                yield (slice(first + start, first + start + len(piece)), *rest), piece
 
     def chunk_shape(self) -> tuple[int, ...]:
         """Return the shape of a device's part, cut along its first dimensions until it is small enough."""
@@ -370,7 +380,7 @@ def divided(type: ArrayType, parts: Sequence[AxisSlice], values: Sequence[Any]) 
 
 def piece(value: Any, bounds: Bounds) -> npt.NDArray[Any]:
     """Return the data of an array within bounds, as `stored_data` does."""
-    return stored_data(value)[tuple(itertools.starmap(slice, bounds))]
+    return prefetched(stored_data(value)[tuple(itertools.starmap(slice, bounds))])
 
 
 def _restored(type: ArrayType, data: Any) -> Any:

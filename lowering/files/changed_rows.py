@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +34,10 @@ from dflow.lowering.files.object_path import Location
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import spread
 from dflow.lowering.files.zarr import check_array, open_array, stored_type
+from dflow.lowering.paging.paged_memory import prefetched
 from dflow.tracing.errors import DamagedCheckpoint
 from dflow.tracing.ir.types import ArrayType, array_type_of
+from dflow.tracing.rows.axis_slice import AxisSlice
 
 LOGGER = logging.getLogger("dflow")
 
@@ -95,17 +97,43 @@ class ChangedArrays(SavedArrays):
                 value = self._merged(name, change)
                 yield name, value if sharding is None else spread(value.shape, sharding, value.__getitem__)
 
+    def parts(self, wanted: Sequence[tuple[str, AxisSlice]]) -> Iterator[Any]:
+        """See `ArrayFiles.parts`."""
+        names = {name for name, _ in wanted}
+        changed = {name: self._changed(name, self._changes[name]) for name in names & self._changes.keys()}
+        older = [(self._changes[name].older if name in changed else name, part) for name, part in wanted]
+        for (name, part), value in zip(wanted, self._files.parts(older), strict=True):
+            if name not in changed:
+                yield value
+                continue
+            indices, rows = changed[name]
+            merged = value if value.flags.writeable else value.copy()
+            if part.axis == 0:
+                positions, offsets = np.divmod(indices - part.start, part.step)
+                inside = (offsets == 0) & (positions >= 0) & (positions < part.size)
+                merged[positions[inside]] = rows[inside]
+            else:
+                merged[indices] = rows[part.slices]
+            yield merged
+
     def is_replaced(self) -> bool:
         return self._files.is_replaced()
 
     def _merged(self, name: str, change: _Change) -> npt.NDArray[Any]:
-        value, indices, rows = (dict(self._files.each(dict.fromkeys(change.names)))[part] for part in change.names)
-        is_increasing = bool((np.diff(indices, prepend=-1) > 0).all())
-        if not is_increasing or (indices.size and indices[-1] >= len(value)):
-            raise _damaged(self.path, name, f"{change.indices!r} has other indices than rows of it, increasing")
+        [(_, value)] = self._files.each({change.older: None})
+        indices, rows = self._changed(name, change)
         merged: npt.NDArray[Any] = value if value.flags.writeable else value.copy()
         merged[indices] = rows
         return merged
+
+    def _changed(self, name: str, change: _Change) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+        """Return the indices and values of the rows that changed since the older version."""
+        read = dict(self._files.each({change.indices: None, change.rows: None}))
+        indices, rows = read[change.indices], read[change.rows]
+        is_increasing = bool((np.diff(indices, prepend=-1) > 0).all())
+        if not is_increasing or (indices.size and indices[-1] >= self.types[name].shape[0]):
+            raise _damaged(self.path, name, f"{change.indices!r} has other indices than rows of it, increasing")
+        return indices, rows
 
     def version_of(self, name: str, type: ArrayType) -> tuple[Path, int] | None:
         """Return the path of the whole array that changes of `name` may refer to, and the bytes of all its changes.
@@ -234,7 +262,7 @@ def _changed_rows(
     most = int(value.nbytes * _MOST_CHANGED / (own.shape[1] + np.dtype(np.int64).itemsize))
     found, count = [np.empty(0, np.int64)], 0
     for start, older in _pieces(folder, store, *own.shape):
-        changed = np.flatnonzero(_differ(own[start : start + len(older)], older))
+        changed = np.flatnonzero(_differ(prefetched(own[start : start + len(older)]), older))
         found.append(changed + start)
         count += len(changed)
         if count > most:

@@ -37,6 +37,20 @@ class SavedArrays(ABC):
             [(_, whole)] = self.each({name: None})
             yield from (np.array(part.of(whole)) for _, part in parts)
 
+    def rows(self, name: str, whole: AxisSlice, most_bytes: int) -> Iterator[tuple[int, Any]]:
+        """Yield a part of an array in pieces of at most `most_bytes`, each with its first index in the part.
+
+        A part of all rows, and one row of more bytes, are one piece.
+        """
+        type = self.types[name]
+        row_bytes = type.size_bytes // max(1, type.shape[0])
+        rows = max(1, most_bytes // max(1, row_bytes)) if whole.axis == 0 else whole.size
+        starts = range(0, whole.size, rows) if whole.axis == 0 else (0,)
+        sizes = [min(rows, whole.size - start) for start in starts]
+        first = [whole.start + start * whole.step for start in starts]
+        parts = [whole._replace(start=start, size=size) for start, size in zip(first, sizes, strict=True)]
+        yield from zip(starts, self.parts([(name, part) for part in parts]), strict=True)
+
     @abstractmethod
     def is_replaced(self) -> bool:
         """Return whether another one, or none, is at the path by now."""

@@ -17,6 +17,7 @@ from weakref import ref
 import jax
 import jax.numpy as jnp
 
+from dflow.lowering.paging.paged_memory import PagedMemory
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import ArrayType
 
@@ -117,6 +118,8 @@ class HeldValue:
     readers: set[ref[StepState]] = field(default_factory=set)
     #: Monotonic time until which a thread is known to wait for the variable.
     wanted: float = 0.0
+    #: The limit of the variable's pages in memory, which it shares with others; the value is paged if it is large.
+    memory: PagedMemory | None = None
 
     @property
     def holder(self) -> StepState | None:
@@ -124,10 +127,16 @@ class HeldValue:
         step = self.step
         return None if step is None or step.written is None else step
 
+    @property
+    def pages(self) -> PagedMemory | None:
+        """The memory of the value's pages; None for a value that is not paged."""
+        return self.memory if self.memory is not None and self.memory.takes(self.type) else None
+
     def unaliased(self) -> jax.Array:
         """Return the value for a program that overwrites its buffer: a copy, if the buffer is aliased."""
         if self.is_aliased:
-            self.value, self.is_aliased = jnp.copy(self.value), False
+            copied = jnp.copy(self.value) if self.pages is None else self.pages.copy(self.value)
+            self.value, self.is_aliased = copied, False
         return self.value
 
 

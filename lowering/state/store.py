@@ -23,6 +23,7 @@ from jax.sharding import Sharding
 
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.files.whole_arrays import own_copy, placed
+from dflow.lowering.paging.paged_memory import PIECE_BYTES, PagedMemory
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import HeldResource
 from dflow.lowering.state.applied_steps import AppliedSteps
@@ -33,6 +34,7 @@ from dflow.lowering.values.conversion import converted
 from dflow.lowering.values.first_value import first_value, wait_until_made
 from dflow.lowering.values.host_values import device_copy
 from dflow.lowering.values.kept_shardings import beside, is_spread, refuse_divided
+from dflow.lowering.values.variable_key import shown
 from dflow.lowering.values.wide_types import admit
 from dflow.tracing.errors import DflowError, VariableError, VariableShapeError
 from dflow.tracing.ir.row_marks import SUFFIX, fresh_marks, marked
@@ -42,6 +44,9 @@ from dflow.tracing.rows.axis_slice import AxisSlice
 
 Result = TypeVar("Result")
 _StatesByKeys = WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], StepState]
+
+#: By key of a variable: the name of the memory that it is paged in with others, and its limit in bytes.
+Limits = dict[str, tuple[str, int]]
 
 #: Number of attempts to view values that steps write meanwhile, before the values are read as arrays instead.
 MOST_LOOKS = 5
@@ -58,11 +63,22 @@ class Store:
         self._making: dict[str, tuple[int, Event]] = {}
         #: The queues and accumulators, by key. One that was removed may still serve its waiters.
         self.resources: dict[str, HeldResource] = {}
+        #: The memories that variables share, by name and limit.
+        self._memories: WeakValueDictionary[tuple[str, int], PagedMemory] = WeakValueDictionary()
         #: What calls of a program on some variables share, by the keys of those written and of those only read.
         self._states: WeakKeyDictionary[Program, _StatesByKeys] = WeakKeyDictionary()
 
-    def create(self, key: str, type: ArrayType, make: Callable[[], Any], sharding: Sharding | None = None) -> bool:
+    def create(
+        self,
+        key: str,
+        type: ArrayType,
+        make: Callable[[], Any],
+        sharding: Sharding | None = None,
+        memory: PagedMemory | None = None,
+    ) -> bool:
         """Create the value `make()` under `key`, with `sharding` if given. Return False if `key` exists.
+
+        With `memory`, a large value is paged there.
 
         `make` runs without the lock, so it may use the store. Only threads that create the same key wait for it; when
         it fails, one of them calls its own `make`.
@@ -85,11 +101,14 @@ class Store:
             assert making is not None
             wait_until_made(key, *making)
         try:
-            value = first_value(key, type, make, sharding)
+            value = first_value(key, type, make, sharding, memory)
             if key.endswith(SUFFIX):
                 value = _new_marks(type, value.sharding if value.committed else None)
+                value = value if memory is None else memory.adopted(value)
                 self.table.has_marks = True
-            created = HeldValue(value, type)
+            created = HeldValue(value, type, memory=memory)
+            if memory is not None and created.pages is None:
+                memory.hold(key, type)
             with self.table.lock:
                 self.table.entries[key] = created
         finally:
@@ -174,7 +193,9 @@ class Store:
         exists, a program that would overwrite its buffer writes elsewhere, which costs a copy. For values on other
         devices, or when steps keep overwriting them, returns the arrays of `read_together`. Raises VariableError.
         """
-        for _ in range(MOST_LOOKS):
+        # A view of a paged value would have a program write elsewhere, to memory that is not paged.
+        is_paged = any(self.table.entry(key).pages is not None for key in keys)
+        for _ in range(0 if is_paged else MOST_LOOKS):
             values, are_views = self.table.section(lambda: self._views_now(keys))
             if are_views:
                 return values
@@ -203,6 +224,7 @@ class Store:
             marks = {key if key.endswith(SUFFIX) else key + SUFFIX for key in values}.intersection(self.table.entries)
             new = {key: _new_marks(self.type(key), sharding) for key, sharding in self.shardings(marks).items()}
             values = {**values, **new}
+        values = {key: self._paged(key, value) for key, value in values.items()}
         self.table.replace(values, lambda key, entry, value: _check_type(key, entry.type, value))
 
     def read_saved(
@@ -218,11 +240,15 @@ class Store:
         Arrays of another dtype are converted. Raises CheckpointError, which names the array, for one that is missing or
         damaged, and as `converted` does.
         """
+        paged = {key: (name, None) for name, key in keys.items()} | dict(parts)
+        paged = {key: one for key, one in paged.items() if self.table.entry(key).pages is not None}
+        found = {key: self._read_paged(files, key, *one) for key, one in paged.items()}
+        keys = {name: key for name, key in keys.items() if key not in paged}
+        parts = {key: one for key, one in parts.items() if key not in paged}
         shardings = self.shardings([*keys.values(), *parts])
         dtypes = {key: self.table.entry(key).type.dtype for key in shardings}
         others = {name for name, key in keys.items() if files.types[name].dtype != dtypes[key]}
         read = files.each({name: None if name in others else shardings[key] for name, key in keys.items()})
-        found = {}
         for name, value in read:
             key = keys[name]
             if name in others:
@@ -233,6 +259,44 @@ class Store:
             same = value if files.types[name].dtype == dtypes[key] else converted(name, value, dtypes[key])
             found[key] = self._own(same, shardings[key])
         return found
+
+    def limits(self) -> Limits:
+        """Return the name and limit of the memory of each variable that shares one."""
+        with self.table.lock:
+            held = {key: entry.memory for key, entry in self.table.entries.items()}
+        return {key: (memory.name, memory.most_bytes) for key, memory in held.items() if memory is not None}
+
+    def memory_for(self, key: str, limit: tuple[str, int] | None) -> PagedMemory | None:
+        """Return the memory for a variable, which the first one of that name and limit in bytes makes; None for none.
+
+        Raises VariableError if there is a variable of this key with another limit.
+        """
+        with self.table.lock:
+            if (held := self.table.entries.get(key)) is not None:
+                own = None if held.memory is None else (held.memory.name, held.memory.most_bytes)
+                if limit != own:
+                    first, given = ("none" if one is None else f"{one[1]} bytes" for one in (own, limit))
+                    raise VariableError(
+                        f"max_memory of {shown(key)!r}: expected {first}, with which it was made, got {given}",
+                        "give the same limit in all processes",
+                    )
+                return held.memory
+            if limit is None:
+                return None
+            if (memory := self._memories.get(limit)) is None:
+                memory = self._memories[limit] = PagedMemory(*limit, self.table.lock)
+            return memory
+
+    def _paged(self, key: str, value: Any) -> Any:
+        """Return a value that is to replace another one, paged as that is."""
+        entry = self.table.entries.get(key)
+        is_like = entry is not None and entry.pages is not None and array_type_of(value).strong == entry.type
+        return entry.pages.adopted(value) if is_like and entry is not None and entry.pages is not None else value
+
+    def _read_paged(self, files: SavedArrays, key: str, name: str, part: AxisSlice | None) -> jax.Array:
+        entry = self.table.entry(key)
+        assert entry.pages is not None
+        return read_paged(files, name, entry.pages, part, entry.type.dtype)
 
     @staticmethod
     def _own(value: Any, sharding: Any) -> jax.Array:
@@ -298,7 +362,12 @@ class Store:
     ) -> Sequence[jax.Array]:
         """Return the results of `call` without its changes: the program runs on copies of the variables."""
         values = self.read_together([*writes, *reads])
-        written, read = [jnp.copy(values[key]) for key in writes], [values[key] for key in reads]
+        pages = [self.table.entry(key).pages for key in writes]
+        written = [
+            jnp.copy(values[key]) if own is None else own.copy(values[key])
+            for key, own in zip(writes, pages, strict=True)
+        ]
+        read = [values[key] for key in reads]
         results: Sequence[jax.Array] = program.run(
             lambda call, args: call(written, read, *args)[1], operands, lambda: [*written, *read, *operands]
         )
@@ -323,6 +392,19 @@ class Store:
         if held is None:
             raise DflowError(f"no resource {key!r} is held here; there are {sorted(self.resources) or 'none'}")
         return held
+
+
+def read_paged(
+    files: SavedArrays, name: str, memory: PagedMemory, part: AxisSlice | None = None, dtype: Any = None
+) -> jax.Array:
+    """Return a saved array, or a part of it, as a paged one, of another dtype if given; it is never whole in memory."""
+    type = files.types[name]
+    whole = AxisSlice(0, 0, type.shape[0]) if part is None else part
+    pieces = (
+        (start, values if dtype in (None, values.dtype) else converted(name, values, dtype))
+        for start, values in files.rows(name, whole, PIECE_BYTES)
+    )
+    return memory.filled(ArrayType(dtype or type.dtype, whole.shape(type.shape)), pieces)
 
 
 def _new_marks(type: ArrayType, sharding: Sharding | None) -> jax.Array:

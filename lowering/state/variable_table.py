@@ -259,7 +259,10 @@ class VariableTable:
             found = self._released(values)
             for entry, (key, value) in zip(found, values.items(), strict=True):
                 check(key, entry, value)
-            new = {key: HeldValue(value, entry.type) for entry, (key, value) in zip(found, values.items(), strict=True)}
+            new = {
+                key: HeldValue(value, entry.type, memory=entry.memory)
+                for entry, (key, value) in zip(found, values.items(), strict=True)
+            }
             self.entries.update(new)
 
         self.section(replace)

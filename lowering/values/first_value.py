@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,12 +17,17 @@ from jax import jit as jax_jit
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from dflow.lowering.files.whole_arrays import placed
+from dflow.lowering.paging.paged_memory import PagedMemory
 from dflow.lowering.values.wide_types import REMEDY, is_cut
+from dflow.tracing.context_values import within
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 
 #: A variable of at least this size is computed before the next one is begun.
 _LARGE_BYTES = 1 << 20
+
+#: The memory in which the value that is made now is paged.
+_memory: ContextVar[PagedMemory | None] = ContextVar("dflow_paged_memory", default=None)
 
 #: Longest wait for an initial value that another thread makes, in s.
 MAKING_S = 600.0
@@ -43,11 +49,27 @@ def wait_until_made(key: str, thread: int, ended: threading.Event) -> None:
         )
 
 
-def first_value(key: str, type: ArrayType, make: Callable[[], Any], sharding: Sharding | None) -> jax.Array:
-    """Return the value of `make()`, with `sharding` if given. Raises VariableError when it has another type."""
-    made = make() if sharding is None else _made_at(sharding, make)
+def first_value(
+    key: str, type: ArrayType, make: Callable[[], Any], sharding: Sharding | None, memory: PagedMemory | None = None
+) -> jax.Array:
+    """Return the value of `make()`, with `sharding` if given, and paged in `memory` if it is large.
+
+    Raises VariableError when it has another type.
+    """
+    pages = memory if memory is not None and memory.takes(type) else None
+    if pages is not None:
+        if sharding is not None:
+            raise VariableError(
+                f"max_memory of variable {key!r}: expected one without a device or a sharding, got {sharding}",
+                "leave one of the two out",
+            )
+        with within(_memory, pages):
+            made = make()
+    else:
+        made = make() if sharding is None else _made_at(sharding, make)
     # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
-    value = made.value if isinstance(made, Unshared) else jnp.array(made, copy=sharding is None)
+    is_own = isinstance(made, Unshared)
+    value = made.value if is_own else jnp.array(made, copy=sharding is None and pages is None)
     if array_type_of(value).strong != type:
         remedy = [REMEDY] if is_cut(type.dtype) else []
         raise VariableError(
@@ -56,6 +78,8 @@ def first_value(key: str, type: ArrayType, make: Callable[[], Any], sharding: Sh
     if type.size_bytes >= _LARGE_BYTES:
         # Otherwise JAX runs ahead, and the originals of many variables are in memory beside their copies.
         value.block_until_ready()
+    if pages is not None:
+        return pages.adopted(value) if is_own else pages.copy(value)
     # A Python number becomes a weakly typed array; a variable's array always has the variable's type.
     converted: jax.Array = jax.lax.convert_element_type(value, type.dtype)
     return converted
@@ -78,6 +102,9 @@ def joined_rows(type: ArrayType, starts: Sequence[int], rows_at: Callable[[Any],
 
     Beside the array only one part is in memory at a time.
     """
+    memory = _memory.get()
+    if memory is not None and memory.takes(type):
+        return Unshared(memory.filled(type, ((start, np.asarray(rows_at(np.int32(start)))) for start in starts)))
     whole = jnp.zeros(type.shape, type.dtype)
     for start in starts:
         whole = _with_rows(whole, jnp.asarray(rows_at(np.int32(start))), start)

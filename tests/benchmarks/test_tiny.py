@@ -21,7 +21,7 @@ NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 LONG = {
     "billion", "checkpoint", "convnets", "copies", "dashboard", "embedding", "export_size", "language_model",
     "many_variables", "many_workers", "network", "peers_training", "recovery", "replicas", "serving", "serving_names",
-    "serving_tables", "soak", "startup", "sync_steps",
+    "serving_tables", "soak", "startup", "sync_steps", "table_on_disk",
 }  # fmt: skip
 #: Benchmarks that start processes; each runs in a separate process.
 ALONE = sorted({*LONG, "memory", "null_step", "step_budget"})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.wide_sums import summed_at
 from dflow.tracing.jax_frontend import Equation, Jaxpr, NoteEffect, inner_parts
 from dflow.tracing.source import Loc, at, caller
@@ -26,6 +28,9 @@ from dflow.tracing.source import Loc, at, caller
 LARGE_BYTES = 1 << 24
 LARGE_RATIO = 4
 
+
+#: The variables whose size in memory is limited, by name.
+_limited: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 #: Set once this process has bound `rows_to_dense_p`: before that no program needs to be searched for it.
 is_bound = threading.Event()
@@ -48,12 +53,26 @@ def rows_to_dense(indices: Any, rows: Any, shape: Sequence[int], table: str, *, 
     return dense
 
 
+def note_limited(table: Any) -> None:
+    """Note a variable whose size in memory is limited: a dense gradient of it is an error."""
+    _limited[table.name] = table
+
+
 def warn_of_dense(table: str, dense: Any, rows: Any, user: str, loc: Loc | None) -> None:
     """Warn with DenseGradientWarning if a gradient is large and its rows are few.
+
+    Raises VariableError if the variable has a limit of its size in memory.
 
     dense, rows  types of the dense form and of the rows
     user, loc    the op that uses the dense form, and its line
     """
+    if table in _limited:
+        raise VariableError(
+            f"the gradient of {table!r}, which has max_memory: expected its rows, got an array of {dense.shape} for "
+            f"{user}{at(loc)}",
+            "use an optimizer that leaves rows without a gradient alone (SGD, Adagrad), or "
+            "dflow.Optimizer(..., lazy_rows=True), in a function of dflow.jit",
+        )
     size_bytes, rows_bytes = (math.prod(part.shape) * part.dtype.itemsize for part in (dense, rows))
     if size_bytes < LARGE_BYTES or size_bytes < LARGE_RATIO * rows_bytes:
         return

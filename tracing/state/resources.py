@@ -32,6 +32,7 @@ from dflow.tracing.number_range import check_number, is_of_python
 from dflow.tracing.primitives.namesakes import joined_namesakes
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, record_update, update_p, value_type
 from dflow.tracing.rows.row_gradient import RowGradient
+from dflow.tracing.rows.rows_to_dense import note_limited
 from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.container import contained, join
@@ -42,10 +43,12 @@ from dflow.tracing.state.variable_as_array import OF_BUFFERS, register_as_array
 from dflow.tracing.state.variable_hooks import NO_HOOKS, VariableHooks
 
 _serials = itertools.count()
+#: The least limit of a variable's size in memory, in bytes: arrays of this size or less stay in memory.
+LEAST_MEMORY = 32 << 20
 
 _OF_LOCATION = ("home", "device", "key", "sharding")
 _OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "part", "marks", "loc", "handle", "namesakes")
-_OF_KINDS = ("hooks", "is_saved")
+_OF_KINDS = ("hooks", "is_saved", "max_memory", "_near_limit")
 #: The attributes of a variable; setting any other is an error.
 _FIELDS = frozenset((*_OF_LOCATION, *_OTHERS, *_OF_KINDS))
 
@@ -79,6 +82,10 @@ class Variable(RowUpdates, jax.Array):
                  `AbstractMesh`, which stands for the first devices of the variable's task. Within the `variables()` of
                  `dflow.distributed.AllReduce` a `PartitionSpec` over its axes
 
+    `max_memory`  largest number of bytes in memory, at least 32 MiB, of the value and of those of variables near it;
+                 the others are in files in the folder for temporary files of the variable's process. Arrays of at most
+                 32 MiB stay in memory
+
     In one process each `Variable` is its own state. On a cluster the name is the variable: the first process to ask
     creates it and the others get it. In both, using a variable that has a later namesake in the same process is a
     `DuplicateNameWarning`. A second variable of the same name but another type raises VariableError, on a cluster when
@@ -110,6 +117,7 @@ class Variable(RowUpdates, jax.Array):
         trainable: bool = True,
         gradient: Callable[[Any], Any] | None = None,
         sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
+        max_memory: int | None = None,
     ) -> None:
         if not isinstance(name, str | None):
             raise VariableError(f"a variable is named {name!r}, a {type(name).__name__}", "give it a string")
@@ -151,8 +159,12 @@ class Variable(RowUpdates, jax.Array):
         self.is_saved = True
         #: The sharding over devices; None is one device, or wherever in this process JAX puts it.
         self.sharding = sharding
+        self.max_memory = max_memory
+        self._near_limit = near.memory_limit if near is not None and max_memory is None else None
         self.loc = caller()
         self.handle = Handle(self)
+        if max_memory is not None:
+            check_max_memory(self)
         location = self.home.create(self, first, near)
         if location is not None:
             # JAX asks where an argument lies, so a variable passed to its functions goes there as it is spread.
@@ -201,6 +213,11 @@ class Variable(RowUpdates, jax.Array):
     @device.setter
     def device(self, device: str | None) -> None:
         self.__dict__["device"] = device
+
+    @property
+    def memory_limit(self) -> tuple[Variable, int] | None:
+        """The variable whose `max_memory` counts for it, which is itself or one that it is near, and that limit."""
+        return self._near_limit if self.max_memory is None else (self, self.max_memory)
 
     def forget(self, reason: str) -> None:
         """Free the value. Later use of the variable raises VariableError, which gives the reason."""
@@ -396,6 +413,24 @@ class Variable(RowUpdates, jax.Array):
         device = self.__dict__.get("device")
         where = f" on {device}" if device else ""
         return f"<Variable {self.name!r}: {self.type}{where}>"
+
+
+def check_max_memory(variable: Variable) -> None:
+    """Check the limit of a new variable's memory, and note it."""
+    given: Any = variable.max_memory
+    if not isinstance(given, int | np.integer) or isinstance(given, bool) or given < LEAST_MEMORY:
+        raise VariableError(
+            f"max_memory of {variable.name!r}: expected a number of bytes, at least {LEAST_MEMORY} for a variable or "
+            f"shard, got {given!r}",
+            "give more, or leave it out",
+        )
+    if spread_here() is not None:
+        raise VariableError(
+            f"max_memory of {variable.name!r}: expected a variable on parameter tasks or in one process, got a copy or "
+            f"a part in each worker",
+            "make it within cluster.parameter_servers(), and train it by Async, Sync or Hybrid",
+        )
+    note_limited(variable)
 
 
 def _check_name(name: str, near: Variable | None) -> None:

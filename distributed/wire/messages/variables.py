@@ -38,6 +38,7 @@ class CreateVariable(msgspec.Struct, frozen=True):
     `process` process of the task that must hold it, from `Placed`; another process of that task refuses
     `layout`  how it is spread over the task's devices; None for one device
     `near`    a variable of the task whose layout this one has, if both have the same shape; or empty
+    `memory`  name and limit in bytes of the memory that it is paged in with others; None for none
     `starts`  if the result is some rows of the initial value, the rows where such parts begin; value number 0 has the
               row of the part that is computed
     `stored`  the initial value, in a file
@@ -56,6 +57,7 @@ class CreateVariable(msgspec.Struct, frozen=True):
     near: str = ""
     starts: tuple[int, ...] = ()
     stored: StoredArray | None = None
+    memory: tuple[str, int] | None = None
 
 
 class VariablesCreated(Message, frozen=True):

@@ -1,0 +1,1 @@
+"""Arrays whose pages lie in files, and in memory as far as a limit allows."""

@@ -1,0 +1,234 @@
+"""Tables with `max_memory`: the bits of a table in memory, on each way that reads and writes it, within the limit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from dflow.distributed.snapshots.snapshot_messages import CaptureState, LoadState
+from dflow.lowering.paging.paged_memory import PagedMemory
+from dflow.lowering.state.store import Store
+from dflow.testing import memory_cluster
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.state.context import spreading
+from tests.distributed.snapshots.test_task_snapshots import Task
+from tests.distributed.waiting import until
+from tests.effort import examples
+
+pytestmark = [pytest.mark.once, pytest.mark.skipif(sys.platform != "linux", reason="pages of files are those of Linux")]
+
+ROWS, LIMIT = 540_000, 48 << 20  # 35 MB of rows, and as many of slots
+TYPE = ArrayType(np.dtype(np.float32), (ROWS, 16))
+IDS = st.lists(st.integers(0, ROWS - 1), min_size=8, max_size=8).map(np.array)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_a_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", "/var/tmp")
+        yield
+
+
+class Trained:
+    """A table that is trained by Adagrad, with a vocabulary or without."""
+
+    def __init__(self, vocabulary: dflow.Vocabulary | None, max_memory: int | None) -> None:
+        self.table = table = dflow.Embedding(
+            ROWS, 16, initializer=jax.nn.initializers.ones, vocabulary=vocabulary, max_memory=max_memory, name="table"
+        )
+        self.optimizer = optimizer = dflow.Optimizer(optax.adagrad(0.1), [table], name="optimizer")
+
+        @dflow.jit
+        def step(ids: Any) -> Any:
+            found = table.find(ids) if vocabulary else ids
+
+            def loss() -> Any:
+                return (table(found) ** 2).sum()
+
+            value, gradients = dflow.value_and_grad(loss, [table])()
+            optimizer.apply(gradients, **({"found": found} if vocabulary else {}))
+            return value
+
+        self.step = step
+
+    @property
+    def variables(self) -> list[Any]:
+        return [*self.table.shards, *jax.tree.leaves(self.optimizer.slots, is_leaf=dflow.is_variable)]
+
+    @property
+    def memory(self) -> PagedMemory:
+        [memory] = {one.home.store.table.entry(one.key).memory for one in self.variables}
+        return memory
+
+    def write_out(self) -> None:
+        """Have no page in memory."""
+        memory, limit = self.memory, self.memory.most_bytes
+        memory.most_bytes = 0
+        memory.trim()
+        memory.most_bytes = limit
+
+    def check(self) -> None:
+        """Each value is paged, and the limit is kept."""
+        for one in self.variables:
+            [value] = one.home.store.table.section(lambda one=one: one.home.store.table.values([one.key]))
+            assert self.memory.adopted(value) is value
+        self.memory.trim()
+        assert self.memory.in_memory() <= LIMIT
+
+
+WAYS = [None, dflow.Vocabulary(bucket=2)]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=["rows", "vocabulary"])
+def pair(request: Any) -> tuple[Trained, Trained]:
+    with dflow.container("limited"):
+        limited = Trained(request.param, LIMIT)
+    with dflow.container("whole"):
+        return limited, Trained(request.param, None)
+
+
+@settings(max_examples=examples(5), deadline=None)
+@given(st.lists(IDS | st.sampled_from(["write out", "hold"]), min_size=2, max_size=6))
+def test_random_steps_do_as_a_table_in_memory(pair: tuple[Trained, Trained], do: list[Any]) -> None:
+    limited, whole = pair
+    held = []
+    for one in do:
+        if isinstance(one, str):
+            limited.write_out()
+            [value] = limited.table.shards[0].home.read_together(limited.table.shards)
+            held += [(value, np.array(value[:5000]))] if one == "hold" else []
+        else:
+            np.testing.assert_array_equal(limited.step(one), whole.step(one))
+            np.testing.assert_array_equal(limited.table(one), whole.table(one))
+    for value, expected in held:
+        np.testing.assert_array_equal(value[:5000], expected)
+    held.clear()
+    limited.check()
+
+
+@pytest.mark.parametrize("pair", WAYS[:1], indirect=True)
+def test_a_save_is_restored_within_the_limit(pair: tuple[Trained, Trained], tmp_path: Path) -> None:
+    limited, whole = pair
+    for made in pair:
+        made.step(np.arange(8))
+        made.step(np.arange(8))
+    dflow.save(tmp_path / "saved", [limited.table, limited.optimizer])
+    for made in pair:
+        made.step(np.arange(4))
+    for ours, theirs in zip(limited.variables, whole.variables, strict=True):
+        np.testing.assert_array_equal(ours.read(), theirs.read())
+    before = whole.table(np.arange(8))
+    dflow.restore(tmp_path / "saved", [limited.table, limited.optimizer])
+    dflow.restore(
+        tmp_path / "saved", [whole.table, whole.optimizer], names=lambda name: name.replace("whole", "limited")
+    )
+    limited.check()
+    assert not np.array_equal(limited.table(np.arange(8)), before)
+    np.testing.assert_array_equal(limited.step(np.arange(8)), whole.step(np.arange(8)))
+    limited.table.assign(jnp.ones(limited.table.shape))
+    limited.check()
+    assert limited.table(np.arange(8)).sum() == 128
+
+
+def test_synchronous_steps_of_a_cluster_do_as_in_memory() -> None:
+    ids, alone = np.random.default_rng(0).integers(0, ROWS, (3, 8)).astype(np.int32), Trained(None, None)
+    with memory_cluster(ps=1, workers=1) as cluster, closing(cluster.worker()) as worker:
+        with worker.parameter_servers():
+            made = Trained(None, LIMIT)
+        run = dflow.distributed.Sync(worker).run(made.step, iter(ids), steps=3, name="run")
+        assert [*map(float, run)] == [float(alone.step(one)) for one in ids]
+        np.testing.assert_array_equal(made.table(ids), alone.table(ids))
+
+
+def test_a_snapshot_has_the_limits(tmp_path: Path) -> None:
+    first, second, limit = Task(tmp_path), Task(tmp_path), ("table", LIMIT)
+    memory = first.store.memory_for("table", limit)
+    first.store.create("table", TYPE, lambda: np.ones(TYPE.shape, np.float32), memory=memory)
+    for number in (1, 2):  # the second one has a link of the first, and the rows that changed
+        first.store.update("table", "scatter_add", np.array([5, ROWS - 1]), np.ones((2, 16), np.float32))
+        first.do(CaptureState(number, committed=number - 1))
+    assert not second.failure(LoadState(2, 1, is_set=True))
+    np.testing.assert_array_equal(second.store.read("table"), first.store.read("table"))
+    assert second.store.memory_for("slot", limit) is second.store.table.entry("table").pages is not None
+    with pytest.raises(dflow.VariableError, match=r"max_memory of 'table': expected 50331648 bytes.* got none"):
+        second.store.memory_for("table", None)
+
+
+def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, memory = Store(), PagedMemory("table", LIMIT, nullcontext())
+    store.create("table", TYPE, lambda: jnp.ones(TYPE.shape), memory=memory)
+    alias = store.read_together(["table"])
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    update = "table", "scatter_add", np.array([5]), np.ones((1, 16), np.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(
+            dflow.VariableError, match=r"bytes of disk in /var/tmp .*: No space left on device\n(.|\n)*TMPDIR"
+        ):
+            store.update(*update)
+    store.update(*update)
+    assert store.gather("table", np.array([5, 6])).sum() == 48
+    assert alias["table"].sum() == ROWS * 16
+    alias.clear()
+    store.table.drop("table")
+    until(lambda: not memory.forget_freed())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_memory": "1 GB"}, "expected a number of bytes, at least 33554432 for a variable or shard, got '1 GB'"),
+        ({"max_memory": LIMIT, "shards": 2}, "got 25165824"),
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(dflow.VariableError, match=message):
+        dflow.Embedding(ROWS, 16, name="refused", **options)
+
+
+def test_variables_that_stay_in_memory_count() -> None:
+    memory, type = PagedMemory("table", LIMIT, nullcontext()), ArrayType(np.dtype(np.float32), (7 << 20,))
+    memory.hold("first", type)
+    assert memory.in_memory() == type.size_bytes == 28 << 20
+    with pytest.raises(dflow.VariableError, match=f"max_memory of 'table': expected at least {56 << 20} bytes"):
+        memory.hold("second", type)
+
+
+def test_a_copy_in_each_worker_a_dense_gradient_and_a_folder_in_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        spreading(lambda variable: None),
+        pytest.raises(dflow.VariableError, match="got a copy or a part in each worker"),
+    ):
+        dflow.Embedding(ROWS, 16, max_memory=LIMIT, name="spread")
+    table = dflow.Embedding(ROWS, 16, max_memory=LIMIT, name="dense")
+    momentum = dflow.Optimizer(optax.sgd(0.1, momentum=0.9), [table], name="momentum")
+
+    @dflow.jit
+    def step(ids: Any) -> None:
+        momentum.apply(dflow.grad(lambda: table(ids).sum(), [table])())
+
+    with pytest.raises(dflow.VariableError, match=r"gradient of 'dense/0', which has max_memory: expected its rows"):
+        step(jnp.arange(3))
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    with pytest.raises(dflow.VariableError, match=r"expected a folder on a disk .* got /dev/shm, which is of tmpfs"):
+        dflow.Embedding(ROWS, 16, max_memory=LIMIT, name="in memory")
