@@ -416,13 +416,11 @@ def test_requests_have_ids_as_they_are(server: Any, trained: tuple[Path, Any]) -
 @pytest.mark.parametrize(
     ("user", "message"),
     [
-        (tensor("user", "BYTES", ["a", 5, "b"]), "input 'user': expected BYTES of shape [3], got a number at data[1]"),
-        (tensor("user", "INT64", [1, 2, 3]), "input 'user': expected BYTES[b], got INT64[3]"),
         (tensor("user", "BYTES", ["a", "b"]), "input 'item': expected 2 for b, as 'user' has, got 3"),
         ({**tensor("user", "BYTES", ["a", "b"]), "shape": [3]}, "input 'user': expected 3 values for its shape [3]"),
     ],
 )
-def test_a_wrong_string_names_the_input(server: Any, user: Any, message: str) -> None:
+def test_a_wrong_number_of_strings_names_the_input(server: Any, user: Any, message: str) -> None:
     inputs = [user, tensor("item", "INT64", ITEMS.tolist()), tensor("scale", "FP32", [1.0] * 3)]
     status, body, _ = infer(server.url, "score", json.dumps({"inputs": inputs}).encode())
     assert (status, body["error"][: len(message)]) == (400, message)

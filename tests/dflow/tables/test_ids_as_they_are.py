@@ -115,7 +115,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize(
-    ("form", "strategy"), [("list", "sync"), ("list", "ahead"), ("int64", "async"), ("arrow", "hybrid")]
+    ("form", "strategy"), [("list", "sync"), ("list", "ahead"), ("int64", "async"), ("strings", "hybrid")]
 )
 def test_a_strategy_takes_ids_as_they_are(form: str, strategy: str, caplog: Any) -> None:
     rows, losses = expected(form)
