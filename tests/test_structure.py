@@ -24,7 +24,7 @@ LONG = {"tracing/jax_frontend.py"}
 #: Most files of a folder: that of the coordinator has the parts of several subjects.
 MOST_FILES = 22
 #: Figures of `python -m tests.structure` that may fall and not rise: a change that lowers one lowers its limit here.
-MOST_CLASSES_PER_1000_LINES = 11.1
+MOST_CLASSES_PER_1000_LINES = 10.7
 MOST_LONE_PROTOCOLS = 0
 MOST_DELEGATIONS = 42
 MOST_LINES_OF_TESTS = 82_500
