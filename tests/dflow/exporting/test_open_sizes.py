@@ -174,19 +174,6 @@ def test_an_op_that_needs_a_row_leaves_the_other_letters_from_0(tmp_path: Path) 
         loaded(ones((2, 0)), ones((0, 3)), ones(2))
 
 
-@pytest.mark.once
-def test_the_server_answers_batches_of_no_rows_and_of_many(tmp_path: Path) -> None:
-    held = dflow.Embedding(ROWS, DIM, name="held", shards=3)
-    dflow.export(held, dflow.spec("b", jnp.int32), platforms=["cpu"]).save(tmp_path / "m")
-    with served(tmp_path / "m") as server:
-        for count in (0, 7, 100_000):
-            ids = np.arange(count, dtype=np.int32) % ROWS
-            status, answer, _ = infer(server.url, "m", json_request(ids=ids))
-            assert status == 200, answer
-            data = np.reshape(answer["outputs"][0]["data"], answer["outputs"][0]["shape"])
-            np.testing.assert_allclose(data, held.read()[ids], rtol=1e-6)
-
-
 IDS = dflow.spec("b", jnp.int32)
 FIXED = jnp.zeros(3, jnp.int32)
 

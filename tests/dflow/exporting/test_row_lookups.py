@@ -61,6 +61,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 ARGUMENTS = NAMES, np.array([7, 3999, 7, 0], np.int32), np.array([0, 3, 3, 1], np.int32)
 EMPTY: Any = np.zeros(0, np.str_), np.zeros(0, np.int32), np.zeros(0, np.int32)
+#: Ids of one name.
+MANY: Any = NAMES[:1], np.arange(100_000, dtype=np.int32) % ROWS, np.zeros(100_000, np.int32)
 
 
 def sent_bytes(cluster: MemoryCluster) -> int:
@@ -100,6 +102,9 @@ def test_a_server_answers_with_tables_at_tasks(
         for _ in range(2):
             np.testing.assert_allclose(answer(server.url, ARGUMENTS), here(*ARGUMENTS), rtol=1e-6)
         assert answer(server.url, EMPTY) == []
+        if not cache_rows:  # the counts are those of the others
+            np.testing.assert_allclose(answer(server.url, MANY), here(*MANY), rtol=1e-4)
+            misses += ROWS
         assert infer(server.url, "m", request(NAMES, ARGUMENTS[1] + 1, ARGUMENTS[2]))[0] == 400
         metrics = call(server.url, "/metrics")[1].decode()
     found = dict(re.findall(r'^dflow_serve_table_(\w+)\{model="m",table="items"\} (\S+)$', metrics, re.MULTILINE))

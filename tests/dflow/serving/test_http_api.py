@@ -298,16 +298,6 @@ def test_a_body_without_a_length_is_refused_as_soon_as_it_is_too_large(url: str)
     assert (status, body) == (413, {"error": "the request: expected at most 10000 bytes, as --max-bytes says"})
 
 
-@pytest.mark.parametrize("is_binary", [False, True])
-def test_a_batch_without_rows_has_outputs_without_rows(url: str, is_binary: bool) -> None:
-    body, headers = binary_request(x=ROW[:0]) if is_binary else (json_request(x=ROW[:0]), {})
-    status, answer, found = infer(url, "scale", body, **headers)
-    answer = json.loads(answer[: int(found["inference-header-content-length"])]) if is_binary else answer
-    output = answer["outputs"][0]
-    assert (status, output["name"], output["datatype"], output["shape"]) == (200, "result", "FP32", [0, 2])
-    assert (output["parameters"]["binary_data_size"] if is_binary else output["data"]) == (0 if is_binary else [])
-
-
 def test_metrics_count_requests_batches_and_errors(folder: Path) -> None:
     with served(folder / "scale", ServingSettings(max_batch=4)) as server:
         infer(server.url, "scale", json_request(x=np.ones((3, 2), np.float32)))

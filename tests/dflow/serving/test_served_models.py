@@ -308,17 +308,9 @@ def test_updates_are_applied_one_by_one_and_saved_as_a_new_version(tmp_path: Pat
 def test_a_request_for_wrong_outputs_is_refused_before_its_update(tmp_path: Path) -> None:
     learner(tmp_path / "counter")
     with served(tmp_path / "counter", ServingSettings(learn=True)) as server:
-        for outputs, text in (
-            ([{"name": "none"}], "output 'none': expected one of result"),
-            ([{"name": "result"}] * 2, "output 'result': expected once, got twice"),
-            (
-                [{"name": "result", "parameters": {"classification": 3}}],
-                "output 'result': parameter 'classification': expected 0, got 3; ",
-            ),
-        ):
-            request = json.loads(json_request(x=np.float32(1))) | {"outputs": outputs}
-            status, body, _ = infer(server.url, "counter.add", json.dumps(request).encode())
-            assert (status, body["error"][: len(text)]) == (400, text)
+        request = json.loads(json_request(x=np.float32(1))) | {"outputs": [{"name": "result"}] * 2}
+        status, body, _ = infer(server.url, "counter.add", json.dumps(request).encode())
+        assert (status, body["error"]) == (400, "output 'result': expected once, got twice")
         assert infer(server.url, "counter.total", b'{"inputs":[]}')[1]["outputs"][0]["data"] == [0.0]
 
 
