@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -100,62 +99,6 @@ def test_bodies_over_two_devices(program: Callable[..., Any]) -> None:
         for one, other in zip(there, here, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5)
     assert [on(each.read()) for each in there] == ["cpu:1", "cpu:2"]
-
-
-def test_two_loops_over_devices_meet_in_a_queue() -> None:
-    queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((3,), jnp.float32))
-    made, taken = variable("cpu:1", np.zeros(3)), variable("cpu:2", np.zeros(3))
-
-    @dflow.jit
-    def make() -> Any:
-        def body(_: Any, value: Any) -> Any:
-            with dflow.device("cpu:1"):
-                value = value + 1
-                queue.enqueue(value)
-            with dflow.device("cpu:2"):
-                value = value * 1
-            made.assign_add(value)
-            return value
-
-        return jax.lax.fori_loop(0, 8, body, jnp.zeros(3))
-
-    @dflow.jit
-    def take() -> Any:
-        def body(_: Any, total: Any) -> Any:
-            value = queue.dequeue()
-            with dflow.device("cpu:3"):
-                total = total + value
-            with dflow.device("cpu:2"):
-                taken.assign_add(value)
-            return total
-
-        return jax.lax.fori_loop(0, 8, body, jnp.zeros(3))
-
-    maker = threading.Thread(target=make)
-    maker.start()
-    total = take()
-    maker.join()
-    for one in (total, made, taken):
-        np.testing.assert_array_equal(one, np.full(3, 36.0))
-    assert (on(total), on(made.read()), on(taken.read())) == ("cpu:3", "cpu:1", "cpu:2")
-
-
-def test_steps_of_many_threads_over_two_devices_lose_no_update() -> None:
-    v, w = variable("cpu:1", np.zeros(3)), variable("cpu:2", np.zeros(3))
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        v.assign_add(x)
-        w.assign_add(2 * x)
-        return v.read() + w.read()
-
-    threads = [threading.Thread(target=lambda: [step(jnp.ones(3)) for _ in range(20)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    np.testing.assert_array_equal(v, np.full(3, 80.0))
-    np.testing.assert_array_equal(w, np.full(3, 160.0))
 
 
 def test_a_loop_of_one_device_is_one_op_on_it() -> None:

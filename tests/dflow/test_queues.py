@@ -74,41 +74,6 @@ def test_a_queue_is_gone_with_its_last_user() -> None:
         LOCAL.store.resource(key)
 
 
-def test_threads_of_compiled_steps_account_for_every_element() -> None:
-    capacity = 1
-    threads, turns, many = 4, 10, 3
-    queue = dflow.FIFOQueue(capacity, (I32, F32), name="stress")
-    taken, steps = dflow.Variable(jnp.zeros(threads * turns * many), name="taken"), dflow.Variable(0, name="steps")
-
-    @dflow.jit
-    def produce(producer: Any) -> None:
-        def turn(number: Any, _: Any) -> Any:
-            first = producer * turns * many + number * many
-            queue.enqueue_many((first + jnp.arange(many, dtype=jnp.int32), jnp.ones(many)))
-            return None
-
-        jax.lax.fori_loop(0, turns, turn, None)
-
-    @dflow.jit
-    def consume() -> Any:
-        def turn(_: Any, last: Any) -> Any:
-            number, one = queue.dequeue()
-            taken.assign_add(jnp.zeros(threads * turns * many).at[number].set(one))
-            steps.assign_add(1)
-            return number
-
-        return jax.lax.fori_loop(0, turns * many, turn, jnp.int32(0))
-
-    with ThreadPoolExecutor(2 * threads) as pool:
-        running = [pool.submit(produce, producer) for producer in range(threads)]
-        running += [pool.submit(consume) for _ in range(threads)]
-        for one in running:
-            one.result(WAIT_S)
-    assert taken.read().tolist() == [1.0] * (threads * turns * many)
-    assert int(steps.read()) == threads * turns * many
-    assert int(queue.size()) == 0
-
-
 def test_a_step_on_a_cluster_uses_queues_of_its_own_process() -> None:
     with memory_cluster(ps=1, workers=1) as cluster:
         store = LOCAL.store

@@ -128,15 +128,6 @@ def test_a_cluster_that_was_killed_goes_on_with_the_right_step_and_batch(strateg
             assert np.allclose(program.w.read(), w, rtol=1e-5)
 
 
-def test_each_checkpoint_has_exactly_the_steps_before_it(tmp_path: Path) -> None:
-    with cluster_of_workers() as (_, workers):
-        on_all(workers, lambda index, cluster: Program(cluster, Async, tmp_path).run(12))
-        reader = Program(workers[0], Async)
-        for step in (3, 7, 11):
-            dflow.restore(tmp_path / f"step_{step}", {"w": reader.w, "used": reader.used})
-            assert (np.asarray(reader.used.read()) == (np.arange(len(TARGETS)) <= step)).all()
-
-
 @pytest.mark.parametrize("victim", range(WORKERS))
 def test_the_others_go_on_when_a_worker_dies(victim: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
@@ -195,22 +186,6 @@ def test_a_worker_that_is_started_again_finds_what_is_done(tmp_path: Path) -> No
         result = again.run(9, steps.append)
         assert (steps, result.steps, result.evaluation["steps"]) == ([], 9, 9)
         assert again.used.read().sum() == 9
-
-
-class Ends(dflow.Callback):
-    """Ends the run at a number of steps, by the evaluation."""
-
-    def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> str | None:
-        return "enough" if metrics["steps"] >= 6 else None
-
-
-def test_all_workers_end_with_the_same_evaluation(tmp_path: Path) -> None:
-    with cluster_of_workers() as (_, workers):
-        results = on_all(workers, lambda index, cluster: Program(cluster, Async, tmp_path, callbacks=[Ends()]).run(100))
-        # The evaluation has recorded its results: they are no decision too.
-        assert workers[0].decide("run: the end of step 5, evaluated", None) is None
-    assert [(result.steps, result.reason) for result in results] == [(6, "enough")] * WORKERS
-    assert (tmp_path / "step_5").exists()
 
 
 class Numbers(dflow.Callback):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -44,22 +43,6 @@ def test_a_key_is_written_and_read_by_two_workers(workers: tuple[Cluster, Cluste
     same(other.read(), second)
     with pytest.raises(VariableShapeError, match=r"holds key<.*but assign was given u32"):
         v.assign(jnp.zeros(2, jnp.uint32))
-
-
-def test_workers_never_draw_the_same_key_from_one_generator(workers: tuple[Cluster, Cluster]) -> None:
-    def draw(worker: Cluster) -> list[bytes]:
-        with worker.parameter_servers():
-            generator = dflow.Generator(7, name="noise")
-
-        @dflow.jit
-        def step() -> jax.Array:
-            return jax.random.key_data(generator.split())
-
-        return [np.asarray(step()).tobytes() for _ in range(50)]
-
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(draw, workers)
-    assert len({*one, *other}) == 100
 
 
 def test_keys_of_an_algorithm_that_other_processes_lack_are_refused(workers: tuple[Cluster, Cluster]) -> None:

@@ -22,7 +22,7 @@ from dflow.distributed.snapshots.snapshot_messages import (
 )
 from dflow.distributed.snapshots.snapshot_schedule import PAUSE_S
 from dflow.distributed.training.work_messages import Claimed
-from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
+from dflow.distributed.wire.messages.placement import Unplace
 from tests.distributed.snapshots.recovering_tasks import PS, WORKER, Tasks, claim, sent
 
 
@@ -36,24 +36,6 @@ def test_new_state_is_saved_at_once_and_again_after_each_interval() -> None:
     tasks.tick(2.5)
     tasks.settle()
     assert [*tasks.disk[PS[0]]] == [*tasks.disk[PS[1]]] == [2]
-
-
-def test_all_tasks_return_together_and_steps_since_are_done_again() -> None:
-    tasks = Tasks()
-    assert claim(tasks, 1) == Claimed(0, 15)
-    tasks.applied = {task: {*range(15)} for task in PS}
-    assert claim(tasks, 2, 1, 15) == Claimed(15, 11)
-    tasks.snapshot()
-    tasks.applied = {task: {*range(26)} for task in PS}
-    assert claim(tasks, 3, 2, 11) == Claimed(26, 8)
-    tasks.start_again(PS[1])
-    ask = tasks.waiting(AwaitRecovery(WORKER))
-    tasks.settle()
-    assert tasks.answers[ask] == Recovered(1, 1)
-    assert tasks.applied == {task: {*range(15)} for task in PS}
-    assert "ps:0, ps:1 returned to snapshot 1; 11 steps are done again" in tasks.log
-    assert claim(tasks, 4, 3, 0) == Claimed(15, 11)
-    assert isinstance(tasks.ask(PlaceVariable("v1", "float32", (), 4, "ps")), Placed)
 
 
 def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
