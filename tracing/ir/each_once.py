@@ -27,23 +27,25 @@ def representatives(numbers: Any, is_wanted: Any = None, *, upper: Any = None) -
     cells = 1 << max(1, ROOM * count - 1).bit_length()
 
     def is_open(carry: Any) -> Any:
-        return carry[1].any()
+        return carry[0].min(initial=0) < 0
 
     def one_round(carry: Any) -> Any:
-        found, still_open, seed = carry
+        found, number = carry  # -1 for a number that is still open
+        seed = number.astype(jnp.uint32) * np.uint32(747796405)
         hashed = mixed_bits(numbers.astype(jnp.uint32) ^ seed)
         if upper is not None:
             hashed = mixed_bits(hashed ^ upper.astype(jnp.uint32))
-        cell = jnp.where(still_open, (hashed & np.uint32(cells - 1)).astype(jnp.int32), cells)
-        empty = jnp.full(cells, max(0, count - 1), jnp.int32)
-        first = empty.at[cell].min(positions, mode="drop").at[cell].get(mode="clip")
-        ends = still_open & (numbers[first] == numbers)
+        # Unsigned indices, as JAX asks of signed ones whether they are negative.
+        cell = jnp.where(found < 0, hashed & np.uint32(cells - 1), np.uint32(cells))
+        empty = jnp.full(cells, max(0, count - 1), jnp.uint32)
+        first = empty.at[cell].min(positions.astype(jnp.uint32), mode="drop").at[cell].get(mode="clip")
+        is_equal = numbers.at[first].get(mode="clip") == numbers
         if upper is not None:
-            ends &= upper[first] == upper
-        return jnp.where(ends, first, found), still_open & ~ends, seed * np.uint32(747796405) + np.uint32(2891336453)
+            is_equal &= upper.at[first].get(mode="clip") == upper
+        return jnp.where((found < 0) & is_equal, first.astype(jnp.int32), found), number + 1
 
-    wanted = jnp.ones(count, bool) if is_wanted is None else is_wanted
-    found, _, _ = jax.lax.while_loop(is_open, one_round, (positions, wanted, jnp.uint32(0)))
+    wanted = -1 if is_wanted is None else jnp.where(is_wanted, -1, positions)
+    found, _ = jax.lax.while_loop(is_open, one_round, (jnp.broadcast_to(wanted, (count,)), jnp.int32(0)))
     return found
 
 

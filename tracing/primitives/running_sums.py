@@ -16,20 +16,28 @@ from jax.interpreters import batching, mlir
 
 
 def running_sums(values: Any) -> jax.Array:
-    """The sum of the elements up to each one, itself included, along the first axis: of the type of `values`."""
+    """The sum of the elements up to each one, itself included, along the first axis.
+
+    values  integers, of whose type the sums are; or bools, for sums of int32
+    """
     sums: jax.Array = running_sums_p.bind(values)
     return sums
 
 
 def _in_parallel(values: Any) -> Any:
-    return jax.lax.associative_scan(jnp.add, values)
+    return jax.lax.associative_scan(jnp.add, values.astype(_sum_dtype(values)))
 
 
 def _one_by_one(values: Any) -> Any:
     def add(total: Any, value: Any) -> Any:
-        return total + value, total + value
+        total = total + value.astype(total.dtype)
+        return total, total
 
-    return jax.lax.scan(add, jnp.zeros(values.shape[1:], values.dtype), values)[1]
+    return jax.lax.scan(add, jnp.zeros(values.shape[1:], _sum_dtype(values)), values)[1]
+
+
+def _sum_dtype(values: Any) -> Any:
+    return jnp.int32 if values.dtype == bool else values.dtype
 
 
 def _batched(args: Any, dims: Any) -> tuple[Any, int]:
@@ -39,7 +47,7 @@ def _batched(args: Any, dims: Any) -> tuple[Any, int]:
 
 running_sums_p: Any = jex.Primitive("running_sums")
 running_sums_p.def_impl(jax.jit(running_sums_p.bind))
-running_sums_p.def_abstract_eval(lambda values: values)
+running_sums_p.def_abstract_eval(lambda values: values.update(dtype=jnp.dtype(_sum_dtype(values))))
 batching.primitive_batchers[running_sums_p] = _batched
 mlir.register_lowering(running_sums_p, mlir.lower_fun(_in_parallel, multiple_results=False))
 mlir.register_lowering(running_sums_p, mlir.lower_fun(_one_by_one, multiple_results=False), platform="cpu")
