@@ -67,16 +67,13 @@ def grow(table: ShardedVariable, config: Vocabulary, initial: Callable[[], Any],
         called = None if named is None else f"{named}/{kind}"
         return ShardedVariable(lambda: jnp.zeros(shape, jnp.uint32), near=table, name=called, trainable=False)
 
+    values = jax.jit(jax.vmap(lambda position: row(position)[0]))  # traced once for all shards
     made = {kind: beside(kind, shape) for kind, shape in saved.items()}
     for number, shard in enumerate(table.shards):
         called = None if named is None else f"{named}/ledger/{number}"
         ledger = Variable(first_ledger, name=called, near=shard, trainable=False)
         ledger.is_saved = False
         first = table.layout.bounds[number]
-
-        def values(rows: Any, first: int = first) -> Any:
-            return jax.vmap(lambda position: row(position)[0])(rows + first)
-
         own = {kind: variable.shards[number] for kind, variable in made.items()}
         shard.hooks = ShardVocabulary(shard, config, (buckets, first // each), values, own, ledger, made["seen"])
     if table.shards[0].home.shares_names and not is_tracing():

@@ -46,8 +46,9 @@ from dflow.tracing.state.variable_hooks import VariableHooks
 from dflow.tracing.wide_ids import mixed
 
 LOGGER = logging.getLogger("dflow")
-#: Number of new ids that get rows together: a step takes as long for them as there are blocks of these.
-BLOCK = 64
+#: Number of new ids that get rows together: a step takes as long for them as there are blocks of these. XLA makes two
+#: kernels of a sum over more than 32 elements.
+BLOCK = 32
 #: The position of each count in the variable `ledger`, which begins with the clock; a count has its low and high bits.
 _POSITIONS = {name: 1 + 2 * number for number, name in enumerate(VocabularyCounts._fields)}
 
@@ -101,18 +102,19 @@ class ShardVocabulary(VariableHooks):
             clock = ledger[0]
             (bucket, _), is_id = self._hashed(ids), jnp.arange(ids.shape[0]) < count
             row = self._row(bucket, self._cell(ids, bucket, clock))
-            shared = self._row(bucket, jnp.int32(self.config.bucket))
-            row = jnp.where(self._has_expired(row, clock), shared, row)
+            shared = self._row(bucket, np.uint32(self.config.bucket))
+            row = jnp.where(self._has_expired(row, clock), shared, row).astype(jnp.int32)
             return ShardRows(ids, count, jnp.where(is_id, row, self._row_count), clock)
 
     def rows_now(self, looked: ShardRows) -> Any:
         """Return the rows of ids that were found earlier: the shared one for an id that has lost its own, i32[n]."""
         with colocate_with(self._shard):
-            rows = jnp.minimum(looked.rows, self._row_count - 1)
-            is_own = self._born.read()[rows] <= looked.clock
+            is_own = _rows_at(self._born.read(), looked.rows) <= looked.clock
             if self.config.expire_after is not None:
-                is_own &= ~self._has_expired(rows, self._clock())
-            shared = self._row(self._bucket_of_row(looked.rows), jnp.int32(self.config.bucket))
+                is_own &= ~self._has_expired(looked.rows, self._clock())
+            # Unsigned: a gather repeats the division for each element of a row, and that of signed numbers is longer.
+            bucket = looked.rows.astype(jnp.uint32) // np.uint32(self.config.bucket + 1)
+            shared = self._row(bucket, np.uint32(self.config.bucket)).astype(jnp.int32)
             return jnp.where(is_own, looked.rows, shared)
 
     def gradient_rows(self, found: RowsFound) -> RowsFound:
@@ -158,10 +160,9 @@ class ShardVocabulary(VariableHooks):
             now = clock + 1 if update is None else clock
             offset = _zero_after(found, update)
             used = self._used([jax.lax.optimization_barrier((*one, clock)) for one in found])  # as in `begin_update`
-            counted = dict.fromkeys(VocabularyCounts._fields, jnp.uint32(0))
-            are_new = self._note_use(used, now, offset, update is not None, counted)
+            are_new, counted = self._note_use(used, now, offset, update is not None)
             offset += jnp.minimum(counted["left_out"].astype(jnp.int32), 0)  # reads too
-            self._note_counts(self._give_rows(used, are_new, now, offset, counted))
+            self._note_counts(counted | self._give_rows(used, are_new, now, offset))
 
     @jit
     def restored(self) -> None:
@@ -202,75 +203,78 @@ class ShardVocabulary(VariableHooks):
         ids, rows = (jnp.concatenate([one[place] for one in found]) for place in (0, 2))
         clocks = jnp.concatenate([jnp.full(one[2].shape, one[3]) for one in found])
         is_id = jnp.concatenate([jnp.arange(one[2].shape[0]) < one[1] for one in found])
-        return _Used(ids, *self._hashed(ids), rows, clocks, is_id)
+        count = sum(one[1].astype(jnp.uint32) for one in found)
+        return _Used(ids, *self._hashed(ids), rows, clocks, is_id, count)
 
-    def _note_use(self, used: _Used, now: Any, offset: Any, is_update: bool, counted: dict[str, Any]) -> Any:
-        """Note the use of the ids that have rows; return a mask of the others that are to get one."""
+    def _note_use(self, used: _Used, now: Any, offset: Any, is_update: bool) -> tuple[Any, dict[str, Any]]:
+        """Note the use of the ids that have rows; return a mask of the others that are to get one, and counts."""
         is_id, own = used.is_id, self.config.bucket
-        had_own = is_id & (used.rows != self._row(self._bucket_of_row(used.rows), jnp.int32(own)))
-        counted["found"] += _number(had_own)
-        counted["shared"] += _number(is_id & ~had_own)
+        had_own = is_id & (used.rows.astype(jnp.uint32) % np.uint32(own + 1) != own)
+        counted = {"found": _number(had_own), "left_out": jnp.uint32(0)}
+        counted["shared"] = used.count - counted["found"]
         cell = self._cell(used.ids, used.bucket)
         rows = self._row(used.bucket, cell)
         has_expired = (cell < own) & self._has_expired(rows, now - 1)
         if is_update:
-            is_other = self._born.read()[jnp.where(had_own, used.rows, 0)] > used.clocks
-            counted["left_out"] += _number(had_own & (is_other | has_expired))
+            is_other = _rows_at(self._born.read(), jnp.where(had_own, used.rows, 0)) > used.clocks
+            counted["left_out"] = _number(had_own & (is_other | has_expired))
         has_row = is_id & (cell < own) & ~has_expired
-        rows = jnp.where(has_row, rows + offset, self._row_count)
+        rows = jnp.where(has_row, rows + offset.astype(jnp.uint32), np.uint32(self._row_count))
         self._seen.scatter_update(rows, jnp.full(rows.shape, now))
         if "uses" in self.saved:
             self._count_once(self.saved["uses"], rows)
         are_new = is_id & ~has_row
         if self.config.admit_after == 1:
-            return are_new
+            return are_new, counted
         sightings = self.saved["sightings"]
         self._count_once(sightings, self._counter(used.bucket, used.hashed, are_new))
-        seen = sightings.read()[self._counter(used.bucket, used.hashed, is_id)]
-        return are_new & (seen >= self.config.admit_after)
+        seen = _rows_at(sightings.read(), self._counter(used.bucket, used.hashed, is_id))
+        return are_new & (seen >= self.config.admit_after), counted
 
-    def _give_rows(self, used: _Used, are_new: Any, now: Any, offset: Any, counted: dict[str, Any]) -> dict[str, Any]:
+    def _give_rows(self, used: _Used, are_new: Any, now: Any, offset: Any) -> dict[str, Any]:
         """Give rows to the ids of a mask in their order, as far as their buckets have rows that are free or not in use.
 
-        Returns `counted` with the numbers of these.
+        Returns the numbers of ids `admitted`, `evicted` and `overflowed`.
 
-        A round is about a block of ids, and gives a row to the first one of each bucket. The block's others wait for
-        the next round, so usually there are as many rounds as blocks.
+        A round is about a block of ids, and gives a row to the first one of each bucket. The next round begins at the
+        first id of the block that was not its bucket's first, so usually there are as many rounds as blocks.
         """
-        ranks = running_sums(are_new.astype(jnp.int32))
-        count, room = ranks[-1], -(-ranks.shape[0] // BLOCK) * BLOCK
+        ranks = running_sums(are_new).astype(jnp.uint32)
+        count = ranks[-1]
+        room = ranks.shape[0] + BLOCK  # a block may begin at the last id
         ids = jnp.zeros((room, 2), jnp.uint32)
-        ids = ids.at[jnp.where(are_new, ranks - 1, room)].set(used.ids, mode="drop")
+        ids = ids.at[jnp.where(are_new, ranks - 1, np.uint32(room))].set(used.ids, mode="drop")
+        positions, names = jnp.arange(BLOCK, dtype=jnp.uint32), ("admitted", "evicted", "overflowed")
 
         def give(state: Any) -> Any:
-            start, is_waiting, counted = state
-            own = jax.lax.dynamic_slice_in_dim(ids, start, BLOCK)
+            start, counted = state
+            own = jax.lax.dynamic_slice(ids, (start, np.uint32(0)), (BLOCK, 2))
             bucket, hashed = self._hashed(own)
             last_cell = self._cell(own, bucket)
             had_row, last_row = last_cell < self.config.bucket, self._row(bucket, last_cell)
-            # An id of another lookup of this step may have got a row meanwhile.
-            is_waiting &= ~had_row | self._has_expired(last_row, now - 1)
+            # An id may have got a row in an earlier round, also as one of another lookup of this step.
+            is_waiting = (start + positions < count) & (~had_row | self._has_expired(last_row, now - 1))
             cell, lowest = _lowest(self._order(bucket, now))
             is_refused = is_waiting & (lowest == _LAST)
-            is_admitted = is_waiting & ~is_refused & _is_first(bucket, is_waiting)
-            rows = jnp.where(is_admitted, self._row(bucket, cell), self._row_count)
+            is_admitted = is_waiting & (lowest != _LAST) & _is_first(bucket, is_waiting)
+            rows = jnp.where(is_admitted, self._row(bucket, cell), np.uint32(self._row_count))
             if self.config.expire_after is not None:
-                old = jnp.where(is_admitted & had_row, last_row, self._row_count)
+                old = jnp.where(is_admitted & had_row, last_row, np.uint32(self._row_count))
                 self._born.scatter_update(old, jnp.zeros(BLOCK, jnp.uint32))
             self._begin_rows(rows, own, now)
             if self.config.admit_after > 1:
                 counter = self._counter(bucket, hashed, is_admitted)
                 self.saved["sightings"].scatter_update(counter, jnp.zeros(BLOCK, jnp.uint32))
-            masks = {"admitted": is_admitted, "evicted": is_admitted & (lowest > 0), "overflowed": is_refused}
-            counted = counted | {name: counted[name] + _number(mask) for name, mask in masks.items()}
-            is_waiting &= ~is_admitted & ~is_refused
-            is_done = ~is_waiting.any()
-            start = jnp.where(is_done, start + BLOCK, start)
-            return start, jnp.where(is_done, start + jnp.arange(BLOCK) < count, is_waiting), counted
+            must_wait = is_waiting & ~is_admitted & ~is_refused
+            following = start + jnp.where(must_wait, positions, np.uint32(BLOCK)).min()
+            # An id that is refused is refused again in the next round, if that has it.
+            is_counted = start + positions < following
+            masks = is_admitted, is_admitted & (lowest > 0), is_refused & is_counted
+            return following, counted + _numbers(masks)
 
-        first = (offset, jnp.arange(BLOCK) < count, counted)
-        *_, counted = jax.lax.while_loop(lambda state: state[0] < count, give, first)
-        return counted
+        first = offset.astype(jnp.uint32), jnp.zeros(len(names), jnp.uint32)
+        _, counted = jax.lax.while_loop(lambda state: state[0] < count, give, first)
+        return {name: counted[number] for number, name in enumerate(names)}
 
     def _order(self, bucket: Any, now: Any) -> Any:
         """When each row of buckets is given away, u32[n, S]: lowest first; 0 is a free row, the largest one in use."""
@@ -285,7 +289,8 @@ class ShardVocabulary(VariableHooks):
             if variable is not None:
                 whole = jnp.broadcast_to(jnp.asarray(value, jnp.uint32), (*rows.shape, *variable.shape[1:]))
                 variable.scatter_update(rows, whole)
-        values = self._initial(jnp.minimum(rows, self._row_count - 1))
+        inside = jnp.minimum(rows, np.uint32(self._row_count - 1)).astype(jnp.int32)
+        values = self._initial(inside + self._first * (self.config.bucket + 1))
         self._shard.scatter_update(rows, values)
         for slots in filter(None, (reference() for reference in self._slots)):
             for slot, initial in slots.initial_rows(self._shard, values):
@@ -296,11 +301,12 @@ class ShardVocabulary(VariableHooks):
 
     def _count_once(self, counters: Variable, positions: Any) -> None:
         # Not by `scatter_add`: several lookups of a step may have found one id.
-        counters.scatter_update(positions, counters.read()[positions] + 1)
+        counters.scatter_update(positions, _rows_at(counters.read(), positions) + 1)
 
     def _set_clock(self, clock: Any, offset: Any = 0) -> None:
-        self.ledger.scatter_update(jnp.zeros(1, jnp.int32), clock[None])
-        self._seen.scatter_update(jnp.full(1, self.config.bucket, jnp.int32) + offset, clock[None])
+        self.ledger.scatter_update(jnp.zeros(1, jnp.uint32), clock[None])
+        at = jnp.full(1, self.config.bucket, jnp.uint32) + jnp.uint32(offset)
+        self._seen.scatter_update(at, clock[None])
 
     def _note_counts(self, counted: Mapping[str, Any]) -> None:
         """Add numbers to the counts, whose upper bits have positions of their own."""
@@ -312,20 +318,20 @@ class ShardVocabulary(VariableHooks):
 
     def _hashed(self, ids: Any) -> tuple[Any, Any]:
         """The number in this shard of the bucket of each id, and a hash of the id."""
-        bucket = bucket_of(ids[:, 0], ids[:, 1], self._buckets) - self._first
+        bucket = bucket_of(ids[:, 0], ids[:, 1], self._buckets).astype(jnp.uint32) - np.uint32(self._first)
         # Of another shard are the zeros after the ids.
-        return jnp.clip(bucket, 0, self._own_buckets - 1), mixed(ids[:, 0], ids[:, 1])
+        return jnp.minimum(bucket, np.uint32(self._own_buckets - 1)), mixed(ids[:, 0], ids[:, 1])
 
     def _by_bucket(self, variable: Variable, bucket: Any) -> Any:
         """The elements of the rows of buckets that ids may own, [n, S, ...]."""
         value, each = variable.read(), self.config.bucket + 1
-        return value.reshape(self._own_buckets, each, *value.shape[1:])[bucket][:, :-1]
+        return _rows_at(value.reshape(self._own_buckets, each, *value.shape[1:]), bucket)[:, :-1]
 
     def _has_expired(self, rows: Any, clock: Any) -> Any:
         """Whether the last use of each row's id is `expire_after` updates or more before the clock."""
         if self.config.expire_after is None:
             return jnp.zeros(rows.shape, bool)
-        return self._is_old(self._seen.read()[rows], clock)
+        return self._is_old(_rows_at(self._seen.read(), rows), clock)
 
     def _is_old(self, seen: Any, clock: Any) -> Any:
         if self.config.expire_after is None:
@@ -338,19 +344,16 @@ class ShardVocabulary(VariableHooks):
         born = self._by_bucket(self._born, bucket)
         is_own = (self._by_bucket(self._ids, bucket) == ids[:, None]).all(-1) & (born > 0) & (born <= born_by)
         # XLA takes a CPU three times as long for `argmax`.
-        return jnp.where(is_own, jnp.arange(self.config.bucket), self.config.bucket).min(1)
-
-    def _bucket_of_row(self, rows: Any) -> Any:
-        # Unsigned: a gather repeats the division for each element of a row, and that of signed numbers is longer.
-        return (rows.astype(jnp.uint32) // np.uint32(self.config.bucket + 1)).astype(jnp.int32)
+        own = np.uint32(self.config.bucket)
+        return jnp.where(is_own, jnp.arange(own, dtype=jnp.uint32), own).min(1)
 
     def _row(self, bucket: Any, cell: Any) -> Any:
-        return bucket * (self.config.bucket + 1) + cell.astype(jnp.int32)
+        return bucket * np.uint32(self.config.bucket + 1) + cell
 
     def _counter(self, bucket: Any, hashed: Any, mask: Any) -> Any:
         """The position of the counter of each id; past the end for ids outside of the mask."""
         position = self._row(bucket, mixed_bits(hashed) % np.uint32(self.config.bucket))
-        return jnp.where(mask, position, self._row_count)
+        return jnp.where(mask, position, np.uint32(self._row_count))
 
 
 class _Used(NamedTuple):
@@ -359,6 +362,7 @@ class _Used(NamedTuple):
     rows    i32[n], where lookups found them
     clocks  u32[n], the time of the lookup
     is_id   bool[n], whether it is one
+    count   u32[], the number of ids
     """
 
     ids: Any
@@ -367,6 +371,7 @@ class _Used(NamedTuple):
     rows: Any
     clocks: Any
     is_id: Any
+    count: Any
 
 
 def _zero_after(found: Sequence[ShardRows], update: Any) -> Any:
@@ -385,11 +390,26 @@ def _number(mask: Any) -> Any:
     return mask.sum(dtype=jnp.uint32)
 
 
+def _numbers(masks: Sequence[Any]) -> Any:
+    """The number of elements of each of three masks of a block, u32[3], by one sum: XLA makes kernels for each sum."""
+    bits = BLOCK.bit_length()
+    together = sum(mask.astype(jnp.uint32) << (bits * number) for number, mask in enumerate(masks)).sum()
+    return (together >> (bits * jnp.arange(len(masks), dtype=jnp.uint32))) & np.uint32((1 << bits) - 1)
+
+
+def _rows_at(value: Any, positions: Any) -> Any:
+    """The rows of an array at positions, u32[n]; the last one for a position past the end.
+
+    Unsigned positions, as JAX asks of signed ones whether they are negative.
+    """
+    return value.at[positions.astype(jnp.uint32)].get(mode="clip")
+
+
 def _lowest(order: Any) -> tuple[Any, Any]:
-    """The first position of the lowest element of each row of u32[n, S], i32[n], and that element."""
+    """The first position of the lowest element of each row of u32[n, S], u32[n], and that element."""
     lowest = order.min(1)
-    positions = jnp.arange(order.shape[1])
-    return jnp.where(order == lowest[:, None], positions, order.shape[1]).min(1), lowest
+    positions, count = jnp.arange(order.shape[1], dtype=jnp.uint32), np.uint32(order.shape[1])
+    return jnp.where(order == lowest[:, None], positions, count).min(1), lowest
 
 
 def _is_first(bucket: Any, mask: Any) -> Any:
