@@ -14,7 +14,7 @@ import pytest
 
 import dflow
 from dflow.serving.served_version import ServingSettings
-from tests.dflow.serving.small_exports import scale, served
+from tests.dflow.serving.small_exports import served
 
 pytestmark = pytest.mark.once
 triton = pytest.importorskip("tritonclient.http")
@@ -28,7 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("models")
     same = {name: jax.ShapeDtypeStruct(dflow.spec("b, 3", jnp.float32).shape, jnp.dtype(name)) for name in DTYPES}
     dflow.export(lambda arrays: arrays, same).save(place / "same")
-    scale(place / "scale" / "1", 2)
     return place
 
 
@@ -62,28 +61,3 @@ def test_every_dtype_goes_there_and_back(client: Any, is_binary: bool) -> None:
         found = result.as_numpy(name)
         assert found.dtype == array.dtype
         np.testing.assert_array_equal(found, array)
-
-
-def test_health_metadata_errors_and_a_new_version(client: Any, folder: Path) -> None:
-    assert client.is_server_live()
-    assert client.is_server_ready()
-    assert client.is_model_ready("scale")
-    assert not client.is_model_ready("scale", "2")
-    assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
-    assert client.get_model_metadata("scale")["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]
-    x = triton.InferInput("x", [1, 2], "FP32")
-    x.set_data_from_numpy(np.ones((1, 2), np.float32))
-    assert client.infer("scale", [x], timeout=5_000_000).as_numpy("result").tolist() == [[2, 2]]
-    for algorithm in ("gzip", "deflate"):
-        packed = client.infer(
-            "scale", [x], request_compression_algorithm=algorithm, response_compression_algorithm=algorithm
-        )
-        assert packed.as_numpy("result").tolist() == [[2, 2]]
-    wrong = triton.InferInput("x", [1, 3], "FP32")
-    wrong.set_data_from_numpy(np.ones((1, 3), np.float32))
-    with pytest.raises(triton.InferenceServerException, match=r"input 'x': expected FP32\[b,2\], got FP32\[1, 3\]"):
-        client.infer("scale", [wrong])
-    dflow.load(folder / "scale" / "1").save(folder / "scale" / "2")
-    client.load_model("scale")
-    assert client.get_model_metadata("scale")["versions"] == ["2"]
-    assert [one["state"] for one in client.get_model_repository_index()] == ["READY", "READY"]

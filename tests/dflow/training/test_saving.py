@@ -20,7 +20,7 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed import Async, Sync
+from dflow.distributed import Async
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.state.store import Store
@@ -289,27 +289,6 @@ def test_a_save_while_workers_train_asynchronously(workers: list[Cluster], tmp_p
     assert all(first == second for first, second in counts), counts
     assert counts == sorted(counts)
     assert float(model["v0"].read()) == float(model["v1"].read()) == steps
-
-
-def test_a_worker_saves_in_its_own_loop_of_synchronous_steps(workers: list[Cluster], tmp_path: Path) -> None:
-    def train(cluster: Cluster) -> None:
-        model = pair(cluster)
-        optimizer = dflow.Optimizer(optax.sgd(1.0), model, name="sgd")
-
-        @dflow.jit
-        def step(x: Any) -> None:
-            optimizer.apply({"v0": -x, "v1": -x})
-
-        batches = itertools.repeat(jnp.float32(1))
-        for number, _ in enumerate(Sync(cluster).run(step, batches, steps=SAVES, name="run")):
-            if cluster.index == 0:
-                dflow.save(tmp_path / str(number), model)
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(train, workers))
-    counts = saved(tmp_path)
-    assert all(first == second for first, second in counts), counts
-    assert counts == sorted(counts)
 
 
 WAIT_S = 60.0

@@ -112,21 +112,3 @@ def test_a_worker_that_starts_during_a_return_waits_for_its_variables(tmp_path: 
             np.testing.assert_array_equal(variable.read(), np.full(3, index))
     finally:
         tasks.close()
-
-
-def test_without_snapshots_the_error_is_the_one_of_the_step(tmp_path: Path) -> None:
-    tasks = Tasks(tmp_path, every_s=0.0)
-    try:
-        _, total = queue_on_ps_0(tasks)
-        step = dflow.jit(total.assign_add)
-
-        def batches() -> Iterator[Any]:
-            yield 1
-            tasks.start_again(1)
-            yield from itertools.repeat(1)
-
-        with pytest.raises(dflow.TaskLost, match=r"ps:1 has been started again without it|ps/task:1 has left"):
-            list(Async(tasks.worker).run(step, batches(), steps=STEPS, name="run"))
-    finally:
-        tasks.close()
-    assert not [*tmp_path.glob("*/*")]

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.testing import memory_cluster
 from dflow.tracing.errors import (
     AccumulatorError,
     ContainerError,
@@ -354,21 +353,6 @@ def test_a_container_that_is_not_there_or_has_no_name_is_refused() -> None:
     for name in ("", "a//b", "/a", "a b", "a/"):
         with pytest.raises(ContainerError, match="is not a container's name"), dflow.container(name):
             pass
-
-
-def test_on_a_cluster_names_have_the_prefix_and_a_reset_drops_what_other_tasks_hold() -> None:
-    with memory_cluster(ps=1, workers=1) as cluster:
-        worker = cluster.worker()
-        with dflow.container("run1"):
-            near = dflow.Variable(1.0, name="near")
-            with worker.parameter_servers():
-                far = dflow.Variable(0.0, name="far")
-        assert far.name == "run1/far"
-        dflow.reset_container("run1")
-        for variable in (near, far):
-            with pytest.raises(VariableError, match=f"variable '{variable.name}' is gone: container 'run1' was reset"):
-                variable.read()
-        worker.close()
 
 
 @pytest.fixture
