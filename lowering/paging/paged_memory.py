@@ -72,7 +72,8 @@ class _Region:
     view: mmap.mmap = field(init=False)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, os.close, self.file)
+        # Not at the end of the process, while the thread that keeps limits goes on.
+        weakref.finalize(self, os.close, self.file).atexit = False
         self.view = mmap.mmap(self.file, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
         self._view_start = _address(np.frombuffer(self.view, np.uint8))
 
