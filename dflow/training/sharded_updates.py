@@ -81,9 +81,14 @@ def _trained(transformation: Any, variables: Any, is_whole: bool) -> list[Any] |
         return found
 
     try:
-        return list(zip(*jax.jit(trained)(drawn), strict=True))
+        return list(zip(*jax.jit(trained, compiler_options=_quickly())(drawn), strict=True))
     except Exception:  # of any kind: each transformation has an error class for arguments that it does not take
         return None
+
+
+def _quickly() -> dict[str, Any]:
+    """Options of XLA for a program that runs once: on a CPU, its compilation takes longer than its slowest run."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
 
 
 def _first_apart(variables: Any, whole: list[Any], shards: list[Any] | None) -> Any:
