@@ -1,4 +1,4 @@
-"""`Queue.is_closed`: eagerly, in traced code, in the interpreter and on a task."""
+"""`Queue.is_closed`: eagerly, in traced code and in the interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 import dflow
-from dflow.testing import memory_cluster
 from dflow.tracing.errors import QueueError, VerifyError
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.syntax.text import parse
@@ -62,21 +61,6 @@ def test_the_interpreter_and_a_compiled_function_see_a_close_in_the_order_of_the
     results, after = interpret(parse(CLOSE), [], {"q": QueueModel(QueueSettings(QueueKind.FIFO, 1))})
     assert [bool(result) for result in results] == [bool(result) for result in closed()] == [False, True]
     assert after["q"].is_closed
-
-
-def test_workers_see_that_another_worker_has_closed_a_queue() -> None:
-    with memory_cluster(ps=1, workers=2) as cluster:
-        one, other = cluster.worker(0), cluster.worker(1)
-        with one.parameter_servers():
-            mine = dflow.FIFOQueue(2, NUMBER, name="q")
-        with other.parameter_servers():
-            theirs = dflow.FIFOQueue(2, NUMBER, name="q")
-        assert not theirs.is_closed()
-        mine.close()
-        assert theirs.is_closed()
-        assert dflow.jit(theirs.is_closed)()
-        one.close()
-        other.close()
 
 
 def test_of_a_variable_it_is_refused() -> None:

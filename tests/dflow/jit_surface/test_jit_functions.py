@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,20 +219,6 @@ def test_a_device_scope_is_seen_after_a_trace_by_hand() -> None:
     f.eval_shape(1.0)
     with pytest.raises(dflow.DeviceError, match="no task offers it"):
         f(1.0)
-
-
-def test_threads_lose_no_update_under_a_transform_that_runs_at_once() -> None:
-    count = dflow.Variable(0)
-
-    @dflow.jit
-    def f(x: Any) -> Any:
-        count.assign_add(1)
-        return x**2
-
-    jax.grad(f)(1.0)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: (jax.grad(f)(1.0), dflow.grad(f)(1.0)), range(20)))
-    assert int(count.read()) == 41
 
 
 def test_positions_of_a_method_count_self() -> None:

@@ -6,7 +6,6 @@ import logging
 import secrets
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,30 +192,6 @@ def test_a_manager_that_lost_its_lease_saves_no_more(url: str, monkeypatch: pyte
             first.close()
         assert (ObjectPath(url) / "runs.json").read().content == record
         saved(second, other, 2)
-
-
-def test_a_failed_write_is_raised_by_the_next_call_and_the_older_checkpoint_stays(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, write, refuses = Run(), ObjectPath.write, threading.Event()
-
-    def refused(place: ObjectPath, content: bytes) -> Any:
-        if refuses.is_set() and place.name == "zarr.json":
-            raise object_path.no_answer(place, ValueError("PERMISSION_DENIED: Forbidden [http_response_code='403']"))
-        return write(place, content)
-
-    monkeypatch.setattr(ObjectPath, "write", refused)
-    with run.manager(url, every=1) as manager:
-        saved(manager, run, 0)
-        refuses.set()
-        run.set(1)
-        assert manager.step(1)
-        with pytest.raises(dflow.CheckpointError, match="carries out a request, got: PERMISSION_DENIED: Forbidden"):
-            manager.wait()
-        refuses.clear()
-        assert steps_in(manager) == [0]
-        saved(manager, run, 2)
-    assert not [name for name in ObjectPath(url).names() if name.startswith("step_1/")]
 
 
 KILLED = """

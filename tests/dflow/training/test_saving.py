@@ -333,30 +333,6 @@ def test_a_save_while_four_threads_train_holds_one_moment(tmp_path: Path) -> Non
     assert len(set(seen)) > 1
 
 
-def test_a_restore_while_others_train_sets_all_in_one_moment(tmp_path: Path) -> None:
-    one, two = dflow.Variable(jnp.zeros(10), name="one"), dflow.Variable(jnp.zeros(10), name="two")
-    dflow.save(tmp_path / "c", [one, two])
-    done = threading.Event()
-
-    @dflow.jit
-    def step() -> jax.Array:
-        one.assign_add(jnp.ones(10))
-        two.assign_add(jnp.ones(10))
-        return abs(one - two).max()
-
-    def train() -> float:
-        return max(float(step()) for _ in iter(done.is_set, True))
-
-    with ThreadPoolExecutor(2) as pool:
-        training = [pool.submit(train) for _ in range(2)]
-        try:
-            for _ in range(20):
-                dflow.restore(tmp_path / "c", [one, two])
-        finally:
-            done.set()
-        assert [future.result(WAIT_S) for future in training] == [0.0, 0.0]
-
-
 def test_a_restore_reads_one_checkpoint_though_it_is_replaced_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,13 +86,18 @@ def test_every_kind_of_queue_works_from_another_task(workers: tuple[Cluster, Clu
         ranked.enqueue_many((jnp.array([3, 1, 2]), jnp.array([30.0, 10.0, 20.0])))
         plain.enqueue_many(jnp.arange(3.0))
         shuffled.close()
-        return shuffled.dequeue_many(5), ranked.dequeue_many(3)[1], plain.dequeue_up_to(3), plain.size()
+        return (
+            shuffled.dequeue_many(5),
+            ranked.dequeue_many(3)[1],
+            plain.dequeue_up_to(3),
+            (plain.size(), shuffled.is_closed(), plain.is_closed()),
+        )
 
-    drawn, by_rank, (rows, count), left = (dflow.jit(fill) if traced else fill)()
+    drawn, by_rank, (rows, count), (left, *closed) = (dflow.jit(fill) if traced else fill)()
     assert sorted(np.asarray(drawn).tolist()) == [0, 1, 2, 3, 4]
     np.testing.assert_array_equal(by_rank, [10, 20, 30])
     np.testing.assert_array_equal(rows, [0, 1, 2])
-    assert (int(count), int(left)) == (3, 0)
+    assert (int(count), int(left), [*map(bool, closed)]) == (3, 0, [True, False])
 
 
 def test_an_accumulator_averages_what_workers_give_it(workers: tuple[Cluster, Cluster]) -> None:

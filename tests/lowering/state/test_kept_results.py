@@ -325,13 +325,6 @@ def test_a_step_whose_message_comes_after_a_return_ends_no_earlier_one() -> None
     assert taken(applied.attempt(late._replace(epoch=1), "a"), queue) == 1
 
 
-def test_a_change_that_failed_is_made_by_the_next_attempt() -> None:
-    applied, step = AppliedSteps(), StepOfRun("run", 0)
-    with pytest.raises(ZeroDivisionError):
-        applied.attempt(step).once(["a", "b"], lambda: (1 // 0,), tuple)
-    assert applied.attempt(step).once(["a", "b"], lambda: (4,), tuple) == (4,)
-
-
 def test_a_change_of_variables_that_an_earlier_attempt_changed_in_part_is_refused() -> None:
     applied = AppliedSteps()
     applied.attempt(StepOfRun("run", 3)).once(["a"], tuple, tuple)
