@@ -66,13 +66,13 @@ class Mistake(NamedTuple):
 
 #: By a fact in the message.
 CASES: dict[str, Mistake] = {
-    "variable 'w' holds f32[3] but assign was given a str, which is no array": Mistake(
+    "variable 'w' holds f32[3] but assign was given a str, which has no numbers": Mistake(
         lambda made: made.w.assign("zeros"), dflow.VariableShapeError, "give it an array or a number"
     ),
     "variable 'd' cannot begin with a dict, which is no array": Mistake(
         lambda made: dflow.Variable({"a": jnp.zeros(3)}, name="d"), dflow.VariableError, "dflow.variables(tree)"
     ),
-    "cannot begin with a str, which is no array": Mistake(
+    "cannot begin with a str, which has no numbers": Mistake(
         lambda made: dflow.Variable("w"),
         dflow.VariableError,
         "give it an array, a number, or a function without arguments that returns one",
