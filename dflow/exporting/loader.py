@@ -245,7 +245,7 @@ def _lookups(
     with _naming_file(location, results, manifest):
         after = read(contents[results])
         check_lookup_programs(manifest, signature, signature.lookups.tables, before, after)
-    return RowLookups(signature.lookups.tables, before, after)
+    return RowLookups(signature.lookups.tables, _with_order(name, 0, before), _with_order(name, 0, after))
 
 
 @contextmanager

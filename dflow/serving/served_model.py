@@ -3,7 +3,7 @@
 A folder is a model if it is an export, or has exports in folders whose names are numbers: `DIR/1`, `DIR/2`. A newer
 version is loaded beside the present one, and takes over when its programs are compiled; the old one answers the
 requests that it has, and is freed. Invariant: a version that cannot be loaded never replaces one that is served. It is
-tried again when its files change; at each look, if this process could not open them.
+tried again when its files change; at each look, if this process could not open them, or a task did not answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dflow.exporting.export_format import MANIFEST
 from dflow.lowering.files.regular_file import reading_remedy
-from dflow.serving.request_batches import BatchObserver, RequestQueue
+from dflow.serving.request_batches import OF_TASKS, BatchObserver, RequestQueue
 from dflow.serving.served_version import ServedVersion, ServingSettings
 from dflow.tracing.errors import ConfigError, DflowError
 
@@ -159,7 +159,7 @@ class ServedModel:
             try:
                 version = ServedVersion(self.name, number, path, self._settings, self._observe)
             except (DflowError, OSError, ValueError, RuntimeError) as error:
-                if _is_of_the_process(error):
+                if isinstance(error, OF_TASKS) or _is_of_the_process(error):
                     del self._tried[number]  # its files are not the reason
                 self._refuse(number, f"{self.name}: version {number} is refused: {error}")
             if version is None:

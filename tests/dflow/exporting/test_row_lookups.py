@@ -80,6 +80,8 @@ def test_only_rows_of_tables_that_are_at_tasks_travel(path: Path, cluster: tuple
     assert 0 < sent_bytes(cluster[0]) - before < ROWS * DIM
     with pytest.raises(dflow.InputError, match=r"table 'items': expected ids from 0 to 3999, got 4000"):
         there(NAMES, ARGUMENTS[1] + 1, ARGUMENTS[2])
+    with pytest.raises(dflow.ExportError, match="was exported with vjp_order=0, and is differentiated once"):
+        dflow.grad(lambda: there(*ARGUMENTS).sum(), [there.variables["layer"]])()
 
 
 def request(names: Any, ids: Any, bags: Any) -> bytes:
