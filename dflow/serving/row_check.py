@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dflow.serving.request_batches import OF_TASKS
 from dflow.serving.signature_tensors import SignatureTensors
 from dflow.tracing.errors import InputError
 
@@ -27,7 +28,7 @@ _FILLS = 7
 
 
 def dependence_of_rows(tensors: SignatureTensors, fn: Any, rows: int = ROWS) -> str | None:
-    """Return how rows were found to depend on each other, or None. `rows` is at least 2."""
+    """Return how rows were found to depend on each other, or None. `rows` is at least 2. Raises `OF_TASKS`."""
     random = np.random.default_rng(0)
     base = tensors.example(lambda dtype, shape: _drawn(random, dtype, shape), {str(tensors.batch): rows})
     try:
@@ -40,6 +41,8 @@ def dependence_of_rows(tensors: SignatureTensors, fn: Any, rows: int = ROWS) -> 
             replaced = tensors.call(fn, others)
         except InputError:
             continue  # a request with ids that no row has is refused alone
+        except OF_TASKS:
+            raise
         except Exception as error:
             return (
                 f"row {row} fails with some values of the other rows of the batch: {str(error).partition(chr(10))[0]}"

@@ -70,16 +70,20 @@ def test_a_dependence_on_other_integers_than_those_drawn_is_found(fn: Any, dtype
 
 
 def test_a_call_that_fails_for_some_values_of_a_row_is_found() -> None:
-    exported = dflow.export(lambda x: x, dflow.spec("b, 2", jnp.int32))
+    signature = dflow.export(lambda x: x, dflow.spec("b, 2", jnp.int32)).signature_of("call")
 
-    def fails(x: Any) -> Any:
-        if x.max() > 1000:
-            raise ValueError("an id is too large")
-        return x
+    def found(error: Exception) -> str | None:
+        def fails(x: Any) -> Any:
+            if x.max() > 1000:
+                raise error
+            return x
 
-    assert dependence_of_rows(SignatureTensors("f", exported.signature_of("call")), fails) == (
-        "row 0 fails with some values of the other rows of the batch: an id is too large"
-    )
+        return dependence_of_rows(SignatureTensors("f", signature), fails)
+
+    text = "row 0 fails with some values of the other rows of the batch: an id is too large"
+    assert found(ValueError("an id is too large")) == text
+    with pytest.raises(dflow.TaskLost):  # says nothing of the function
+        found(dflow.TaskLost("ps:0 has left", "start it"))
 
 
 def test_only_functions_with_a_leading_letter_in_common_have_a_batch() -> None:
