@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -53,11 +53,15 @@ PIECE_BYTES = 16 << 20
 _CHECK_S, _CHECKS = 0.1, 20
 #: Share of the limit beyond which programs wait.
 _MOST_EXCESS = 1 / 8
+#: Share of the limit after which an array that is filled is checked, since a check takes time for each of its pages.
+_UNCHECKED = 1 / 16
 #: Rounds through all pages in one check.
 _ROUNDS = 3
 
 _PAGE = mmap.PAGESIZE
 _MAP_FIXED, _MADV_RANDOM, _MADV_WILLNEED, _MADV_PAGEOUT = 0x10, 1, 3, 21
+#: Types of which XLA has several numbers in a byte.
+_PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 #: Kinds of file systems whose files are in memory.
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
@@ -112,8 +116,8 @@ class PagedMemory:
         self.name, self.most_bytes, self._gate = name, most_bytes, gate
         self._lock = threading.Lock()
         self._regions: list[_Region] = []
-        #: The size in bytes of each variable that is not paged, by key.
-        self._small: dict[str, int] = {}
+        #: The size in bytes of each variable that is not paged, by key. A finalizer may remove one, without the lock.
+        self.unpaged: dict[str, int] = {}
         #: The next piece to free.
         self._hand = 0
         if most_bytes < LEAST_BYTES:
@@ -122,38 +126,46 @@ class PagedMemory:
         _KEEPER.add(self)
 
     def takes(self, type: ArrayType) -> bool:
-        """Whether an array of a type is paged: a large one of numbers."""
-        return type.size_bytes > LEAST_BYTES and not jnp.issubdtype(type.dtype, jax.dtypes.extended)
+        """Whether an array of a type is paged: a large one of numbers, each of whole bytes."""
+        is_plain = not jnp.issubdtype(type.dtype, jax.dtypes.extended) and type.dtype.name not in _PACKED
+        return type.size_bytes > LEAST_BYTES and is_plain
 
     def hold(self, key: str, type: ArrayType) -> None:
         """Count a variable that is not paged. Raises VariableError if the limit is too low for it."""
         with self._lock:
-            self._small[key] = type.size_bytes
-            needed = sum(self._small.values())
-        if needed > self.most_bytes:
-            raise VariableError(
-                f"max_memory of {self.name!r}: expected at least {needed} bytes, for its variables of at most "
-                f"{LEAST_BYTES} bytes, which stay in memory; got {self.most_bytes}",
-                "give more, or leave max_memory out",
-            )
+            needed = self._unpaged_bytes() - self.unpaged.get(key, 0) + type.size_bytes
+            if needed <= self.most_bytes:
+                self.unpaged[key] = type.size_bytes
+                return
+        raise VariableError(
+            f"max_memory of {self.name!r}: expected at least {needed} bytes, for its variables of at most "
+            f"{LEAST_BYTES} bytes, which stay in memory; got {self.most_bytes}",
+            "give more, or leave max_memory out",
+        )
+
+    def _unpaged_bytes(self) -> int:
+        return sum(tuple(self.unpaged.values()))
 
     def filled(self, type: ArrayType, pieces: Iterable[tuple[int, Any]] = ()) -> jax.Array:
         """Return a paged array of zeros with pieces set: each has the number of its first row, and some rows."""
         made, rows = self._zeros(type)
+        unchecked = 0
         for start, piece in pieces:
             rows[start : start + len(piece)] = piece
-            self.trim()
+            unchecked = self._checked(unchecked + piece.nbytes)
         return made
 
     def copy(self, value: jax.Array) -> jax.Array:
         """Return a paged copy. A file system that can share blocks copies them when they are written."""
+        value.block_until_ready()  # as the pages are read without XLA, while a program may write them
         made, _ = self._zeros(array_type_of(value).strong)
         source, target = (self._region_at(one.unsafe_buffer_pointer()) for one in (value, made))
         if source is None or target is None or source.size != target.size:
             return self.filled(array_type_of(value).strong, pieces_of(np.asarray(value)))
+        unchecked = 0
         for start in range(0, source.size, PIECE_BYTES):
             _copy_range(source.file, target.file, start, min(PIECE_BYTES, source.size - start))
-            self.trim()
+            unchecked = self._checked(unchecked + PIECE_BYTES)
         # The parts of its first and last page, which are no pages of the file.
         old, new = (_bytes_at(one.unsafe_buffer_pointer(), value.nbytes) for one in (value, made))
         first = source.start - value.unsafe_buffer_pointer()
@@ -169,7 +181,7 @@ class PagedMemory:
     def in_memory(self) -> int:
         """Return the number of bytes of pages, and of variables that are not paged, in memory."""
         with self._lock:
-            return sum(region.in_memory() for region in self._regions) + sum(self._small.values())
+            return sum(region.in_memory() for region in self._regions) + self._unpaged_bytes()
 
     def trim(self) -> None:
         """Free pages until the limit is kept, as far as pages can be written to the disk meanwhile."""
@@ -192,6 +204,13 @@ class PagedMemory:
                 if step % len(pieces) == len(pieces) - 1:
                     for one in self._regions:
                         os.fdatasync(one.file)
+
+    def _checked(self, written: int) -> int:
+        """Check the limit if many bytes were written since the last check; return the number since then."""
+        if written < self.most_bytes * _UNCHECKED:
+            return written
+        self.trim()
+        return 0
 
     def forget_freed(self) -> bool:
         """Close the files of arrays that are gone; return whether there are others."""
@@ -268,7 +287,8 @@ def prefetched(value: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """
     start, size = _whole_pages(_address(value), value.nbytes)
     if value.flags.c_contiguous and size > 0 and sys.platform == "linux":
-        _call("madvise", start, size, _MADV_WILLNEED)
+        with suppress(OSError):  # without it the pages are read too; kernels without swap refuse it for some
+            _call("madvise", start, size, _MADV_WILLNEED)
     return value
 
 
@@ -381,6 +401,12 @@ def _check_system() -> None:
             _call("madvise", start, size, _MADV_PAGEOUT)
         except OSError as error:
             raise VariableError(f"{expected}, got Linux {os.uname().release}: {error}", remedy) from error
+        if (start, inode) not in _mapped_files():
+            raise VariableError(
+                f"max_memory: expected a file with one inode in its state and in the maps of the process, got two in "
+                f"{tempfile.gettempdir()}",
+                "set the environment variable TMPDIR to a folder on a local disk, for each task",
+            )
         made.delete()
         if (start, inode) in _mapped_files():
             raise VariableError(f"{expected}, got another allocator, which keeps memory that was freed", remedy)

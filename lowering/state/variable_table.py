@@ -237,7 +237,7 @@ class VariableTable:
                 continue
             for user in users:
                 user.release()
-            self.entries.pop(key, None)
+            self._remove(key)
             self._gone.pop(key, None)
         self._dropped.extend(kept)
 
@@ -247,10 +247,15 @@ class VariableTable:
         def forget() -> None:
             if key in self.entries:
                 self._released([key])
-                del self.entries[key]
+                self._remove(key)
                 self._gone[key] = error, reason, remedy
 
         self.section(forget)
+
+    def _remove(self, key: str) -> None:
+        entry = self.entries.pop(key, None)
+        if entry is not None and entry.memory is not None:
+            entry.memory.unpaged.pop(key, None)
 
     def replace(self, values: Mapping[str, jax.Array], check: Callable[[str, HeldValue, Any], None]) -> None:
         """Replace all of these values in one moment, or none if `check` raises for one."""

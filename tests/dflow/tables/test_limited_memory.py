@@ -7,7 +7,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.snapshots.snapshot_messages import CaptureState, LoadState
+from dflow.lowering.paging import paged_memory
 from dflow.lowering.paging.paged_memory import PagedMemory
 from dflow.lowering.state.store import Store
 from dflow.testing import memory_cluster
@@ -177,12 +180,44 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
     until(lambda: not memory.forget_freed())
 
 
-def test_variables_that_stay_in_memory_count() -> None:
-    memory, type = PagedMemory("table", LIMIT, nullcontext()), ArrayType(np.dtype(np.float32), (7 << 20,))
-    memory.hold("first", type)
+def test_variables_that_stay_in_memory_count_while_they_exist() -> None:
+    store, type = Store(), ArrayType(np.dtype(np.float32), (7 << 20,))
+    memory = store.memory_for("table", ("table", LIMIT))
+    assert memory is not None
+    assert not memory.takes(ArrayType(np.dtype(jnp.int4), (LIMIT,)))
+
+    def create(key: str) -> None:
+        store.create(key, type, lambda: jnp.zeros(type.shape), memory=memory)
+
+    create("first")
     assert memory.in_memory() == type.size_bytes == 28 << 20
     with pytest.raises(dflow.VariableError, match=f"max_memory of 'table': expected at least {56 << 20} bytes"):
-        memory.hold("second", type)
+        create("second")
+    store.table.drop("first")
+    create("second")
+
+
+def test_a_copy_has_what_a_running_program_writes() -> None:
+    @partial(jax.jit, donate_argnums=0)
+    def slow(value: Any, one: Any) -> Any:
+        return value.at[5].add(jax.lax.fori_loop(0, 300_000, lambda _, number: jnp.sin(number) + 1e-9, one)[0])
+
+    memory = PagedMemory("table", LIMIT, nullcontext())
+    with ThreadPoolExecutor(1) as other:
+        value = other.submit(slow, memory.filled(TYPE), jnp.ones(1000)).result()
+        np.testing.assert_array_equal(memory.copy(value)[5], value[5])
+
+
+def test_systems_without_a_hint_or_the_inodes_of_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged_memory, "_call", refused)
+        paged_memory.prefetched(np.zeros(1 << 20))
+    monkeypatch.setattr(paged_memory, "_mapped_files", set)
+    with pytest.raises(dflow.VariableError, match=r"expected a file with one inode .*\n(.|\n)*TMPDIR"):
+        paged_memory._check_system.__wrapped__()
 
 
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
