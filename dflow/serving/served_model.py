@@ -18,7 +18,7 @@ from dflow.exporting.export_format import MANIFEST
 from dflow.lowering.files.regular_file import reading_remedy
 from dflow.serving.request_batches import OF_TASKS, BatchObserver, RequestQueue
 from dflow.serving.served_version import ServedVersion, ServingSettings
-from dflow.tracing.errors import ConfigError, DflowError
+from dflow.tracing.errors import ConfigError, DeviceError, DflowError
 
 #: The state of a folder's files: name, size and time of change of each.
 Files = tuple[tuple[str, int, int], ...]
@@ -159,7 +159,7 @@ class ServedModel:
             try:
                 version = ServedVersion(self.name, number, path, self._settings, self._observe)
             except (DflowError, OSError, ValueError, RuntimeError) as error:
-                if isinstance(error, OF_TASKS) or _is_of_the_process(error):
+                if _may_pass(error):
                     del self._tried[number]  # its files are not the reason
                 self._refuse(number, f"{self.name}: version {number} is refused: {error}")
             if version is None:
@@ -176,8 +176,10 @@ class ServedModel:
             self._report(reason)
 
 
-def _is_of_the_process(error: BaseException | None) -> bool:
-    """Return whether an error comes from a file that this process could not open, for now."""
+def _may_pass(error: BaseException | None) -> bool:
+    """Return whether an error comes from tasks, or a file that this process could not open, for now."""
+    if isinstance(error, (*OF_TASKS, DeviceError)):  # DeviceError: no task is there to hold the tables
+        return True
     while error is not None:
         if isinstance(error, OSError) and reading_remedy(error):
             return True
