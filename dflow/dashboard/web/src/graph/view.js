@@ -12,6 +12,8 @@ const MOST_FOUND = 60;
 const MOST_TAKERS = 10;
 /** Edge labels are drawn up to this number of edges. */
 const MOST_LABELS = 160;
+/** What is drawn before the first layout of a graph. */
+const NOTHING = { layout: { boxes: [], groups: [], edges: [], width: 0, height: 0 }, sizes: new Map(), edges: [], far: [] };
 const FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif";
 
 const measuring = document.createElement("canvas").getContext("2d");
@@ -35,6 +37,8 @@ export class GraphView {
     this.selected = null;
     this.marked = new Set();
     this.view = { x: 0, y: 0, scale: 1 };
+    this.layoutNumber = 0;
+    Object.assign(this, NOTHING);
     this.build();
     darkMode.addEventListener("change", () => this.model && this.draw());
   }
@@ -102,7 +106,7 @@ export class GraphView {
         this.search.focus();
       } else if (event.target === this.search && event.key === "Enter") this.showFound(1);
     });
-    new ResizeObserver(() => this.layout && !this.touched && this.fit()).observe(this.canvas);
+    new ResizeObserver(() => !this.touched && this.fit()).observe(this.canvas);
   }
 
   onkey(event) {
@@ -139,23 +143,34 @@ export class GraphView {
     this.search.value = "";
     this.found.textContent = "";
     this.touched = false;
-    this.measure(items);
+    this.layoutNumber++; // nothing of an earlier graph is drawn any more
+    Object.assign(this, NOTHING);
+    this.world.replaceChildren();
+    this.element.removeAttribute("aria-busy");
+    this.attach(items);
     this.notes.replaceChildren(...(data.notes ?? []).map((note) => h("p", {}, note)));
     if (!data.nodes.length) {
-      this.world.replaceChildren();
       this.panel.replaceChildren(emptyState("An empty graph", "The function has no ops."));
       return;
     }
     await this.relayout();
     this.fit();
-    this.element.dataset.ready = "yes";
   }
 
-  measure(items) {
+  attach(items) {
     this.model.measure(items);
-    const timed = items.length > 0;
-    this.choice.options[2].hidden = !timed;
-    if (timed && this.layout) this.draw();
+    this.timed = items.length > 0;
+    this.choice.options[2].hidden = !this.timed;
+  }
+
+  /** Show other measured times, in place of those that `show` got. */
+  async measure(items) {
+    const wasTimed = this.timed;
+    this.attach(items);
+    if (!this.model.nodes.length || (!wasTimed && !this.timed)) return;
+    // A time is in its box, which it makes wider: also a layout that is under way has been asked for without it.
+    await this.relayout(this.selected);
+    if (!this.touched) this.fit();
   }
 
   lines(node) {
@@ -179,27 +194,27 @@ export class GraphView {
   async relayout(keep = null) {
     const before = keep === null ? null : this.screenPlace(keep);
     const { boxes, groups } = this.model.visible();
-    this.sizes = new Map(boxes.map((id) => [id, this.size(this.model.nodes[id])]));
-    const edges = this.model.edges();
+    const sizes = new Map(boxes.map((id) => [id, this.size(this.model.nodes[id])]));
+    const all = this.model.edges();
     const takers = new Map();
-    for (const edge of edges) takers.set(edge.source, (takers.get(edge.source) ?? 0) + 1);
+    for (const edge of all) takers.set(edge.source, (takers.get(edge.source) ?? 0) + 1);
     // That a write comes after a read is drawn for a selected box alone: each update would have such an edge.
     const isFar = ({ source, values }) => takers.get(source) > MOST_TAKERS || (!values.size && !this.model.nodes[source].acts);
-    this.far = edges.filter(isFar);
-    this.edges = edges.filter((edge) => !isFar(edge));
-    const labelled = this.edges.length <= MOST_LABELS;
-    for (const edge of this.edges) edge.label = labelled && edge.bytes >= 1 ? bytes(edge.bytes) : "";
+    const far = all.filter(isFar);
+    const edges = all.filter((edge) => !isFar(edge));
+    const labelled = edges.length <= MOST_LABELS;
+    for (const edge of edges) edge.label = labelled && edge.bytes >= 1 ? bytes(edge.bytes) : "";
     const asked = {
-      boxes: boxes.map((id) => ({ id, parent: this.model.nodes[id].parent, width: this.sizes.get(id).width, height: this.sizes.get(id).height })),
+      boxes: boxes.map((id) => ({ id, parent: this.model.nodes[id].parent, width: sizes.get(id).width, height: sizes.get(id).height })),
       groups: groups.map((id) => ({ id, parent: this.model.nodes[id].parent, width: textWidth(this.model.nodes[id].title, true) + 60 })),
-      edges: this.edges.map(({ source, target, label }) => ({ source, target, width: label ? textWidth(label) + 8 : 0 })),
+      edges: edges.map(({ source, target, label }) => ({ source, target, width: label ? textWidth(label) + 8 : 0 })),
     };
-    const number = this.layoutNumber = (this.layoutNumber ?? 0) + 1;
+    const number = ++this.layoutNumber;
     this.element.setAttribute("aria-busy", "true");
     const layout = await this.layouter.layout(asked);
     if (number !== this.layoutNumber) return;
     this.element.removeAttribute("aria-busy");
-    this.layout = layout;
+    Object.assign(this, { layout, sizes, edges, far }); // together, as what is selected meanwhile is drawn by them
     this.draw();
     const after = before && this.screenPlace(keep);
     if (after) {
@@ -210,7 +225,7 @@ export class GraphView {
   }
 
   screenPlace(id) {
-    const box = this.layout && [...this.layout.boxes, ...this.layout.groups].find((one) => one.id === id);
+    const box = [...this.layout.boxes, ...this.layout.groups].find((one) => one.id === id);
     if (!box) return null;
     return { x: this.view.x + box.x * this.view.scale, y: this.view.y + (box.y - box.height / 2) * this.view.scale };
   }
@@ -401,7 +416,6 @@ export class GraphView {
   }
 
   fit() {
-    if (!this.layout) return;
     const { width, height } = this.canvas.getBoundingClientRect();
     if (!width) return;
     const most = Math.min(width / (this.layout.width + 24), height / (this.layout.height + HEADER + 24));
