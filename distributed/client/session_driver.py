@@ -158,7 +158,7 @@ class SessionDriver:
             while not condition(self._roster):
                 if self._session.ended:
                     raise TransportClosed(self._session.ended)
-                if not self._changed.wait(deadline - time.monotonic()):
+                if not self._changed.wait(min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
                     break
             return self._roster
 

@@ -196,7 +196,7 @@ def _positions(shape: Sequence[int], part: AxisSlice, origin: Any) -> tuple[Any,
         if dim == part.axis:
             index = index * np.uint32(part.step) + jnp.asarray(_moved(part.start, origin), jnp.uint32)
         stride = math.prod(shape[dim + 1 :])
-        if math.prod(shape) <= 1 << 32:
+        if math.prod(shape) < 1 << 32:  # as is each stride
             low = low + index * np.uint32(stride)
             continue
         # By halves of 16 bits: an index times a stride may exceed 32 bits.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
@@ -48,14 +50,17 @@ def test_a_task_of_another_job_iterates_until_all_workers_have_ended(
         memory_cluster(ps=1, workers=2) as memory,
         closing(memory.worker(0)) as first,
         closing(memory.worker(1)) as second,
+        ThreadPoolExecutor(1) as pool,
     ):
         place = memory.coordinator.address, memory.network
         with closing(join_cluster(*place, job="evaluator", index=0, store=Store(), address="")) as evaluator:
-            loop = evaluator.while_running()
-            assert not next(loop)
+            loop, once = evaluator.while_running(), evaluator.while_running(every_s=0.0 if is_lost else math.inf)
+            assert next(loop) is next(once) is False
             first.close()
             assert not next(loop)
+            end = pool.submit(next, once)
             second.coordinator.leave("killed" if is_lost else FINISHED)
+            assert end.result(DEADLINE_S) is not is_lost
             if is_lost:
                 until(lambda: evaluator.tasks == ("/job:ps/task:0", evaluator.task))
                 assert not next(loop)  # it may be started again
