@@ -158,10 +158,13 @@ class PagedMemory:
     def copy(self, value: jax.Array) -> jax.Array:
         """Return a paged copy. A file system that can share blocks copies them when they are written."""
         value.block_until_ready()  # as the pages are read without XLA, while a program may write them
-        made, _ = self._zeros(array_type_of(value).strong)
-        source, target = (self._region_at(one.unsafe_buffer_pointer()) for one in (value, made))
-        if source is None or target is None or source.size != target.size:
-            return self.filled(array_type_of(value).strong, pieces_of(np.asarray(value)))
+        source, type = self._region_of(value), array_type_of(value).strong
+        if source is None:
+            return self.filled(type, pieces_of(np.asarray(value)))
+        made, _ = self._zeros(type)
+        target = self._region_of(made)
+        if target is None or source.size != target.size:
+            return self.filled(type, pieces_of(np.asarray(value)))
         unchecked = 0
         for start in range(0, source.size, PIECE_BYTES):
             _copy_range(source.file, target.file, start, min(PIECE_BYTES, source.size - start))
@@ -174,7 +177,7 @@ class PagedMemory:
 
     def adopted(self, value: jax.Array) -> jax.Array:
         """Return the value as a paged array: itself if it is one."""
-        if not self.takes(array_type_of(value)) or self._region_at(value.unsafe_buffer_pointer()) is not None:
+        if not self.takes(array_type_of(value)) or self._region_of(value) is not None:
             return value
         return self.filled(array_type_of(value).strong, pieces_of(np.asarray(value)))
 
@@ -234,8 +237,11 @@ class PagedMemory:
             self._regions.append(region)
         return made, memory.view(type.dtype).reshape(type.shape)
 
-    def _region_at(self, address: int) -> _Region | None:
-        start = -(-address // _PAGE) * _PAGE
+    def _region_of(self, value: jax.Array) -> _Region | None:
+        """Return the pages of an array; None if it has none, such as one on several devices."""
+        if len(value.sharding.device_set) > 1:
+            return None
+        start, _ = _whole_pages(value.unsafe_buffer_pointer(), value.nbytes)
         with self._lock:
             maps = _mapped_files()
             return next((one for one in self._regions if one.start == start and one.is_mapped(maps)), None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dflow
 from dflow.lowering.steps.plan import Call, Copy, Read
@@ -134,3 +138,14 @@ def test_a_value_is_moved_once_to_each_device_that_takes_it() -> None:
     (a, _), b = dflow.jit(f)()
     np.testing.assert_array_equal(a, 2 * X + 1)
     np.testing.assert_array_equal(b, 2 * X + 3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of files are those of Linux")
+def test_a_value_over_several_devices_is_paged_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
+    rows = NamedSharding(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d"))
+    for first in (1.0, jax.device_put(np.ones((9 << 20,), np.float32), rows)):
+        table = dflow.Variable(jnp.broadcast_to(first, (9 << 20,)), max_memory=40 << 20)
+        table.assign(jax.device_put(np.full((9 << 20,), 2, np.float32), rows))
+        table.scatter_add(jnp.array([5]), jnp.ones(1))
+        np.testing.assert_array_equal(table[4:7], [2, 3, 2])

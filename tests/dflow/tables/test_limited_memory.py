@@ -12,6 +12,7 @@ from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +161,10 @@ def test_a_snapshot_has_the_limits(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store, memory = Store(), PagedMemory("table", LIMIT, nullcontext())
-    store.create("table", TYPE, lambda: jnp.ones(TYPE.shape), memory=memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", reserve := Mock(wraps=os.posix_fallocate))
+        store.create("table", TYPE, lambda: jnp.ones(TYPE.shape), memory=memory)
+    assert reserve.call_count == 1
     alias = store.read_together(["table"])
 
     def full(*_: Any) -> None:
