@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,6 @@ from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p
 from dflow.tracing.state.resources import Variable
 
-#: Returns the rows of tables, by lookup: given the name of each one's table, and the numbers of rows.
-FindRows = Callable[[Sequence[str], Sequence[Any]], Sequence[Any]]
-
 
 @dataclass(frozen=True)
 class RowLookups:
@@ -26,14 +23,6 @@ class RowLookups:
     tables: Sequence[str]
     numbers: export.Exported
     results: export.Exported
-
-    def call(self, find: FindRows, state: Any, constants: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what the whole program returns, without the tables in its dict of variables; they are not in `state`.
-
-        args, kwargs  as the whole program takes them
-        """
-        numbers = self.numbers.call(state, constants, *args, **kwargs)
-        return self.results.call(state, constants, find(self.tables, numbers), *args, **kwargs)
 
 
 def rows_at(table: Variable, numbers: Any) -> Any:

@@ -1,9 +1,8 @@
-"""Tables of an export on the tasks of a cluster, each of which reads its own part from the files of the export."""
+"""Tables of an export on the tasks of a cluster. Each task reads its own part from the files of the export."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from dflow.distributed.cluster.cluster import Cluster
@@ -11,7 +10,7 @@ from dflow.exporting.export_format import MANIFEST, VARIABLES, damaged
 from dflow.exporting.export_manifest import ExportManifest
 from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.values.stored_value import StoredValue
-from dflow.tracing.errors import CheckpointError, DflowError, ExportError, ParseError, VariableError
+from dflow.tracing.errors import CheckpointError, DeadlineExceeded, DflowError, ExportError, ParseError, VariableError
 from dflow.tracing.ir.types import ArrayType, parse_type
 from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.state.resources import Variable
@@ -63,11 +62,18 @@ def at_tasks(
 
 
 def forget(variables: Iterable[Variable], reason: str) -> None:
-    """Free the values of variables, also of those that were not made, or are on a task that does not answer."""
+    """Free the values of variables that were made. A task that does not answer is asked once."""
+    silent: set[str | None] = set()
     for variable in variables:
-        if "device" in vars(variable):  # else it is not made, and its use would make it
-            with suppress(DflowError):
-                variable.forget(reason)
+        # A variable without a device is not made, and its use would make it.
+        if "device" not in vars(variable) or variable.device in silent:
+            continue
+        try:
+            variable.forget(reason)
+        except DeadlineExceeded:
+            silent.add(variable.device)
+        except DflowError:
+            continue
 
 
 def _array_type(path: Path, text: str) -> ArrayType:

@@ -54,6 +54,7 @@ class HttpApi:
     def __init__(self, service: InferenceService, names: Collection[str] | None = None) -> None:
         self._service = service
         paths = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
+        # `_inferring` answers these; they are here for the answer to other methods.
         routes = [Route(f"{path}/infer", self._infer, methods=["POST"]) for path in paths]
         routes += [
             Route("/v2", _answering(_without_query(self._server_metadata))),

@@ -176,7 +176,7 @@ class RequestQueue:
         return group or None
 
     def _take(self, most: int, timeout_s: float) -> list[PendingRequest]:
-        """Return so many requests; at the deadline, and when the queue is closed, those of them that wait."""
+        """Return `most` requests; at the deadline, and when the queue is closed, as many of them as wait."""
         try:
             elements = wait(lambda on_done: self._held.dequeue(most, on_done, max(timeout_s, 0.0), or_fewer=True))
         except DeadlineExceeded:

@@ -40,7 +40,7 @@ class RowCache:
             return float(ages[ages <= self._max_age_s].max(initial=0))
 
     def find(self, ids: npt.NDArray[Any], now_s: float) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-        """Return the rows of ids, and a mask of those that are here; the others are zero."""
+        """Return the rows of ids, and whether each is here; the others are zero."""
         rows = np.zeros((len(ids), *self._rows.shape[1:]), self._rows.dtype)
         with self._lock:
             found = map(self._positions.get, ids.tolist(), itertools.repeat(-1))

@@ -36,7 +36,7 @@ _loads = count(1)
 
 
 def _prefix(settings: ServingSettings) -> str:
-    """Return the start of the variables' names: at tasks they are told from those of other servers."""
+    """Return the start of the variables' names, which differ at tasks from those of other servers."""
     return "" if settings.tables is None else f"{short_task_name(settings.tables.task)}/"
 
 

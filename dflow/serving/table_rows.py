@@ -113,17 +113,18 @@ class TableRows:
 
     def _rows(self, asked: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return the rows of numbers by variable; none is twice."""
-        now, found, missing, ids = self._clock(), {}, {}, {}
+        now, found, missing, ids, new = self._clock(), {}, {}, {}, {}
         for name, numbers in asked.items():
             table, first, step = self._places[name]
             ids[name] = first + step * numbers.astype(np.int64)
             found[name], is_here = self._caches[table].find(ids[name], now)
             missing[name] = ~is_here
-        try:
-            new = self._fetch_rows({name: asked[name][mask] for name, mask in missing.items() if mask.any()})
-        except TaskLost:
-            self.is_lost = True
-            raise
+        if any(mask.any() for mask in missing.values()):
+            try:
+                new = self._fetch_rows({name: asked[name][mask] for name, mask in missing.items()})
+            except TaskLost:
+                self.is_lost = True
+                raise
         for name, rows in new.items():
             found[name][missing[name]] = rows
             self._caches[self._places[name][0]].add(ids[name][missing[name]], rows, now)
@@ -135,25 +136,22 @@ class TableRows:
         return found
 
     def _fetch_rows(self, asked: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Return rows of the tasks, by one step for all tables; of more than there is room for, by several."""
-        if not asked:
-            return {}
+        """Return rows of the tasks, by one step for all variables; of more than there is room for, by several.
+
+        A variable without a missing row takes part too, so that a function has one program for each room.
+        """
         count = max(map(len, asked.values()))
         room = next((room for room in _ROOMS if room >= count), _ROOMS[-1])
-        pieces: dict[str, list[npt.NDArray[Any]]] = {table: [] for table in asked}
+        pieces: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in asked}
         for first in range(0, count, room):
-            part = {table: ids[first : first + room] for table, ids in asked.items()}
-            none = np.zeros(0, np.int32)
-            numbers = [_padded(part.get(table, none), room) for table in self._tables]
-            counts = [np.int32(len(part.get(table, none))) for table in self._tables]
-            for table, rows in zip(self._tables, self._fetch(numbers, counts), strict=True):
-                if table in part:
-                    pieces[table].append(np.asarray(rows)[: len(part[table])])
-        return {table: np.concatenate(several) for table, several in pieces.items()}
+            part = {name: ids[first : first + room] for name, ids in asked.items()}
+            found = self._fetch({name: (_padded(ids, room), np.int32(len(ids))) for name, ids in part.items()})
+            for name, rows in found.items():
+                pieces[name].append(np.asarray(rows)[: len(part[name])])
+        return {name: np.concatenate(several) for name, several in pieces.items()}
 
-    def _fetched(self, numbers: Sequence[Any], counts: Sequence[Any]) -> list[Any]:
-        tables = self._tables.values()
-        return [first_rows_at(table, *each) for table, *each in zip(tables, numbers, counts, strict=True)]
+    def _fetched(self, asked: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+        return {name: first_rows_at(self._tables[name], *each) for name, each in asked.items()}
 
 
 def _place(name: str, variable: Variable) -> tuple[str, int, int]:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.exporting.task_tables import forget as free
 from dflow.serving.row_cache import RowCache
 from dflow.serving.served_version import ServingSettings
 from dflow.testing import MemoryCluster, memory_cluster
@@ -126,6 +127,39 @@ def test_a_server_loads_the_tables_of_a_task_that_has_left_again(path: Path) -> 
             assert "/job:ps/task:0 has left" in body["error"]
             assert call(server.url, "/v2/repository/models/m/load", b"{}")[0] == 200
             np.testing.assert_allclose(answer(server.url, ARGUMENTS), here(*ARGUMENTS), rtol=1e-6)
+
+
+def test_a_function_needs_only_the_tasks_of_its_own_tables(tmp_path: Path) -> None:
+    one, two, three = (dflow.Embedding(9, 2, name=name) for name in ("one", "two", "three"))
+    functions = {"one": one, "two": two, "three": three, "whole": lambda ids: three.read()[0] * two(ids)}
+    spec = dflow.spec("n", jnp.int32)
+    dflow.export({name: (fn, spec) for name, fn in functions.items()}, platforms=["cpu"]).save(tmp_path / "m")
+    body = json.dumps({"inputs": [json_input("ids", np.array([8], np.int32))]}).encode()
+    with (
+        memory_cluster(ps=2, workers=1) as cluster,
+        closing(cluster.worker()) as worker,
+        served(tmp_path / "m", ServingSettings(tables=worker)) as server,
+    ):
+        [version] = [model.current for model in server.models.values()]
+        one_at, two_at = (version._loaded.variables[name].device for name in ("one/0", "two/0"))
+        assert {one_at, two_at} == {"/job:ps/task:0", "/job:ps/task:1"}
+        cluster.tasks[f"ps:{two_at[-1]}"].close()
+        assert [infer(server.url, f"m.{name}", body)[0] for name in functions] == [200, 503, 200, 503]
+
+
+def test_a_task_that_does_not_answer_is_asked_once_to_free_tables(
+    path: Path, cluster: tuple[MemoryCluster, Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, asked = dflow.load(path, prefix="silent/", tables=cluster[1]), []
+
+    def forget(variable: dflow.Variable, _: str) -> None:
+        asked.append(variable.device)
+        raise dflow.DeadlineExceeded("no answer", "start it again")
+
+    there(*ARGUMENTS)
+    monkeypatch.setattr(dflow.Variable, "forget", forget)
+    free(there.variables.values(), "is gone")
+    assert sorted(filter(None, asked)) == ["/job:ps/task:0", "/job:ps/task:1"]
 
 
 @given(st.integers(0, 5), st.lists(st.tuples(st.sets(st.integers(0, 9)), st.integers(0, 3))), st.integers(0, 6))

@@ -142,7 +142,7 @@ def test_a_version_that_this_process_cannot_open_is_not_called_damaged(
             failing.setattr(export_format, "read_regular", fail)
             assert os.strerror(number) in load_newest(server.url)[1]
         for error in (TaskLost("ps:0 has left", "start it"), DeviceError("no task of ps", "start one")):
-            with monkeypatch.context() as failing:  # as of tables at tasks
+            with monkeypatch.context() as failing:  # with tables at tasks
                 failing.setattr(served_version, "load", lambda *_, error=error, **__: _raise(error))
                 assert str(error) in load_newest(server.url)[1]
         assert load_newest(server.url) == (200, "")
