@@ -18,8 +18,10 @@ from dflow.exporting.export_format import MANIFEST
 from dflow.lowering.files.regular_file import reading_remedy
 from dflow.serving.request_batches import OF_TASKS, BatchObserver, RequestQueue
 from dflow.serving.served_version import ServedVersion, ServingSettings
-from dflow.tracing.errors import ConfigError, DeviceError, DflowError
+from dflow.tracing.errors import ConfigError, DeviceError, DflowError, NoCheckpoint
 
+#: Errors of a load whose tables are for tasks: one does not answer, none is there, or one does not see the files yet.
+_OF_TASKS = (*OF_TASKS, DeviceError, NoCheckpoint)
 #: The state of a folder's files: name, size and time of change of each.
 Files = tuple[tuple[str, int, int], ...]
 
@@ -178,10 +180,8 @@ class ServedModel:
 
 def _may_pass(error: BaseException | None) -> bool:
     """Return whether an error comes from tasks, or a file that this process could not open, for now."""
-    if isinstance(error, (*OF_TASKS, DeviceError)):  # DeviceError: no task is there to hold the tables
-        return True
     while error is not None:
-        if isinstance(error, OSError) and reading_remedy(error):
+        if isinstance(error, _OF_TASKS) or (isinstance(error, OSError) and reading_remedy(error)):
             return True
         error = error.__cause__
     return False

@@ -25,7 +25,7 @@ from dflow.lowering.files import array_manifest
 from dflow.serving import served_version
 from dflow.serving.served_model import find_models
 from dflow.serving.served_version import ServingSettings
-from dflow.tracing.errors import ConfigError, DeviceError, ExportError, TaskLost
+from dflow.tracing.errors import ConfigError, DeviceError, ExportError, NoCheckpoint, TaskLost
 from tests.dflow.serving.inference_client import binary_request, call, infer, json_request
 from tests.dflow.serving.small_exports import ONE_ROW, ROWS, HeldCalls, learner, scale, served
 from tests.distributed.waiting import until
@@ -141,7 +141,9 @@ def test_a_version_that_this_process_cannot_open_is_not_called_damaged(
         with monkeypatch.context() as failing:
             failing.setattr(export_format, "read_regular", fail)
             assert os.strerror(number) in load_newest(server.url)[1]
-        for error in (TaskLost("ps:0 has left", "start it"), DeviceError("no task of ps", "start one")):
+        unseen = ExportError("the tables could not be loaded", "look")
+        unseen.__cause__ = NoCheckpoint("there is no checkpoint", "save one")
+        for error in (TaskLost("ps:0 has left", "start it"), DeviceError("no task of ps", "start one"), unseen):
             with monkeypatch.context() as failing:  # with tables at tasks
                 failing.setattr(served_version, "load", lambda *_, error=error, **__: _raise(error))
                 assert str(error) in load_newest(server.url)[1]
