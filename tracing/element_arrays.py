@@ -5,6 +5,7 @@ No library is imported that is not in use: a tensor is recognised by the module 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from dflow.tracing.source import caller
 
 #: Libraries whose tensors and columns are taken as arrays.
 _LIBRARIES = frozenset(("torch", "tensorflow", "pandas", "polars", "pyarrow"))
+#: Names of the types of columns of integers; NumPy has NaN for values of these that are missing.
+_INTEGERS = re.compile(r"u?int\d", re.IGNORECASE)
 #: PyTorch's dtypes that its `numpy()` refuses: the integers of the same size to view them as.
 _VIEWED = {1: "uint8", 2: "int16"}
 
@@ -23,7 +26,7 @@ _VIEWED = {1: "uint8", 2: "int16"}
 def plain_array(value: Any, what: str) -> Any:
     """Return a tensor or column of another library as a NumPy array, and any other value, also a table, as it is.
 
-    Raises InputError for a sparse or ragged tensor, with `what` as the noun for the value.
+    Raises InputError as `as_array`.
     """
     kind = type(value)
     if kind.__module__ == "builtins" or library_of(kind) not in _LIBRARIES or callable(value) or is_table(value):
@@ -36,8 +39,8 @@ def as_array(leaf: Any, what: str = "a batch") -> Any:
 
     A string or bytes is an array of dtype object: NumPy's own dtypes for them lose zeros at the end.
 
-    Raises InputError for a sparse or ragged tensor, of which `what` is the noun, a table, and objects that NumPy cannot
-    convert to numbers.
+    Raises InputError, with `what` as the noun for the value, for a sparse or ragged tensor, a column of integers where
+    some are missing, a table, and objects that NumPy cannot convert to numbers.
     """
     library = library_of(type(leaf))
     if library == "torch":
@@ -51,7 +54,17 @@ def as_array(leaf: Any, what: str = "a batch") -> Any:
     values = np.asarray(leaf)
     if values.dtype == object and not isinstance(leaf, np.ndarray) and not _is_of_texts(values):
         raise _no_element(leaf, "convert it first, for instance a scalar of Arrow by its as_py()")
+    if values is not leaf and values.dtype.kind == "f" and _INTEGERS.match(_type_name(leaf)):
+        raise InputError(
+            f"{what}: expected a value in each row, got a column of integers where some are missing",
+            "fill them or drop their rows first",
+            at=caller(),
+        )
     return values
+
+
+def _type_name(column: Any) -> str:
+    return str(getattr(column, "dtype", getattr(column, "type", "")))
 
 
 def _is_of_texts(values: Any) -> bool:

@@ -76,6 +76,10 @@ def test_tensors_and_columns_of_other_libraries_are_values() -> None:
         ),
         (lambda v, torch: v.assign(torch.tensor([2**40])), "assign of variable 'v': expected integers from"),
         (lambda v, torch: v.gather(torch.tensor([2**40])), "gather of variable 'v': indices: expected integers from"),
+        (
+            lambda v, _: v.assign(pytest.importorskip("pandas").array([None, 1], "Int64")),
+            "'v': expected a value in each row, got a column of integers where some are missing",
+        ),
         (lambda v, torch: v.assign(np.array(["a"])), "'v' holds .* an array of <U1, which has no numbers"),
         (lambda v, torch: np.asarray(dflow.ShardedVariable(v, name="s")), r"read it whole: s.read\(\)"),
         (lambda v, torch: dflow.Variable(np.array(["a"]), name="w"), "'w' cannot begin with an array of <U1"),
