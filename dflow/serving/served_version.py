@@ -99,17 +99,17 @@ class ServedVersion:
             self.number, self._loaded = number, load(path, prefix=prefix, tables=settings.tables)
         #: The rows of the tables that are at tasks; None if there are none.
         self.rows: TableRows | None = None
-        if lookups := self._loaded._lookups:
-            names = dict.fromkeys(name for one in lookups.values() for name in one.tables)
-            tables = {name: self._loaded.variables[name] for name in names}
-            self.rows = TableRows(tables, settings.cache_rows, settings.max_age_s)
-        self._functions = {name: self._function(name) for name in self._loaded.signatures}
         self.refused: dict[str, str] = {}
         self.notes: list[str] = []
         self._count_lock, self._updates, self._saved_updates = threading.Lock(), 0, 0
         #: Held by each call that writes variables.
         self._writing = threading.Lock()
         try:
+            if lookups := self._loaded._lookups:
+                names = dict.fromkeys(name for one in lookups.values() for name in one.tables)
+                tables = {name: self._loaded.variables[name] for name in names}
+                self.rows = TableRows(tables, settings.cache_rows, settings.max_age_s)
+            self._functions = {name: self._function(name) for name in self._loaded.signatures}
             self.queues = self._queues(model, path, settings, observe)
         except BaseException:
             self.free()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.exporting.task_tables import forget as free
+from dflow.serving import served_version
 from dflow.serving.row_cache import RowCache
 from dflow.serving.served_version import ServingSettings
 from dflow.testing import MemoryCluster, memory_cluster
@@ -160,6 +161,22 @@ def test_a_task_that_does_not_answer_is_asked_once_to_free_tables(
     monkeypatch.setattr(dflow.Variable, "forget", forget)
     free(there.variables.values(), "is gone")
     assert sorted(filter(None, asked)) == ["/job:ps/task:0", "/job:ps/task:1"]
+
+
+def test_a_version_that_fails_after_its_load_leaves_no_table_at_tasks(
+    path: Path, cluster: tuple[MemoryCluster, Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("a cache of rows")
+
+    def held() -> list[set[str]]:
+        return [{*task.server.store.keys()} for task in cluster[0].tasks.values()]
+
+    before = held()
+    monkeypatch.setattr(served_version, "TableRows", fail)
+    with pytest.raises(MemoryError):
+        served_version.ServedVersion("m", 1, path, ServingSettings(tables=cluster[1]), lambda *_: None)
+    assert held() == before
 
 
 @given(st.integers(0, 5), st.lists(st.tuples(st.sets(st.integers(0, 9)), st.integers(0, 3))), st.integers(0, 6))
