@@ -148,9 +148,7 @@ def test_a_function_needs_only_the_tasks_of_its_own_tables(tmp_path: Path) -> No
         assert [infer(server.url, f"m.{name}", body)[0] for name in functions] == [200, 503, 200, 503]
 
 
-def test_a_task_that_does_not_answer_is_asked_once_to_free_tables(
-    path: Path, cluster: tuple[MemoryCluster, Cluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_task_is_asked_once_to_free_tables(path: Path, cluster: Any, monkeypatch: Any) -> None:
     there, asked = dflow.load(path, prefix="silent/", tables=cluster[1]), []
 
     def forget(variable: dflow.Variable, _: str) -> None:
@@ -163,20 +161,13 @@ def test_a_task_that_does_not_answer_is_asked_once_to_free_tables(
     assert sorted(filter(None, asked)) == ["/job:ps/task:0", "/job:ps/task:1"]
 
 
-def test_a_version_that_fails_after_its_load_leaves_no_table_at_tasks(
-    path: Path, cluster: tuple[MemoryCluster, Cluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise MemoryError("a cache of rows")
-
-    def held() -> list[set[str]]:
-        return [{*task.server.store.keys()} for task in cluster[0].tasks.values()]
-
-    before = held()
-    monkeypatch.setattr(served_version, "TableRows", fail)
-    with pytest.raises(MemoryError):
+def test_a_version_that_fails_leaves_no_table_at_tasks(path: Path, cluster: Any, monkeypatch: Any) -> None:
+    stores = [task.server.store for task in cluster[0].tasks.values()]
+    before = [{*store.keys()} for store in stores]
+    monkeypatch.delattr(served_version, "TableRows")  # used after the load
+    with pytest.raises(NameError):
         served_version.ServedVersion("m", 1, path, ServingSettings(tables=cluster[1]), lambda *_: None)
-    assert held() == before
+    assert [{*store.keys()} for store in stores] == before
 
 
 @given(st.integers(0, 5), st.lists(st.tuples(st.sets(st.integers(0, 9)), st.integers(0, 3))), st.integers(0, 6))
