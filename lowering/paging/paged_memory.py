@@ -104,11 +104,11 @@ class _Region:
 class PagedMemory:
     """Arrays that have at most `most_bytes` of pages in memory together; thread-safe.
 
-    The limit is checked some times a second, so that there may be more pages for moments. They are pages of a file,
-    which Linux frees itself where memory is short.
+    The limit is checked some times a second, or every few seconds while much is freed or for many pages, so that there
+    may be more pages meanwhile. They are pages of a file, which Linux frees itself where memory is short.
     name    of what has the arrays, in errors
-    gate    a lock that programs need for a moment to use the arrays: it is held while the limit is exceeded by much, so
-            that they wait
+    gate    a lock that programs need for a moment to write the arrays: it is held while the limit is exceeded by much,
+            so that they wait. Programs that only read do not
     raises  VariableError where files cannot be mapped so
     """
 
