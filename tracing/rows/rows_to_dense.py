@@ -54,8 +54,10 @@ def rows_to_dense(indices: Any, rows: Any, shape: Sequence[int], table: str, *, 
 
 
 def note_limited(table: Any) -> None:
-    """Note a variable whose size in memory is limited: a dense gradient of it is an error."""
-    _limited[table.name] = table
+    """Note whether the size of a new variable in memory is limited: then a dense gradient of it is an error."""
+    _limited.pop(table.name, None)  # an earlier namesake
+    if table.max_memory is not None:
+        _limited[table.name] = table
 
 
 def warn_of_dense(table: str, dense: Any, rows: Any, user: str, loc: Loc | None) -> None:

@@ -165,6 +165,7 @@ class Variable(RowUpdates, jax.Array):
         self.handle = Handle(self)
         if max_memory is not None:
             check_max_memory(self)
+        note_limited(self)
         location = self.home.create(self, first, near)
         if location is not None:
             # JAX asks where an argument lies, so a variable passed to its functions goes there as it is spread.
@@ -416,7 +417,7 @@ class Variable(RowUpdates, jax.Array):
 
 
 def check_max_memory(variable: Variable) -> None:
-    """Check the limit of a new variable's memory, and note it."""
+    """Check the limit of a new variable's memory."""
     given: Any = variable.max_memory
     if not isinstance(given, int | np.integer) or isinstance(given, bool) or given < LEAST_MEMORY:
         raise VariableError(
@@ -430,7 +431,6 @@ def check_max_memory(variable: Variable) -> None:
             f"a part in each worker",
             "make it within cluster.parameter_servers(), and train it by Async, Sync or Hybrid",
         )
-    note_limited(variable)
 
 
 def _check_name(name: str, near: Variable | None) -> None:

@@ -231,15 +231,17 @@ def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch)
     message = "got a copy or a part in each worker"
     with spreading(lambda variable: None), pytest.raises(dflow.VariableError, match=message):
         dflow.Embedding(ROWS, 16, max_memory=LIMIT, name="spread")
-    table = dflow.Embedding(ROWS, 16, max_memory=LIMIT, name="dense")
-    momentum = dflow.Optimizer(optax.sgd(0.1, momentum=0.9), [table], name="momentum")
 
-    @dflow.jit
-    def step(ids: Any) -> None:
-        momentum.apply(dflow.grad(lambda: table(ids).sum(), [table])())
+    def step_of(limit: int | None) -> Any:
+        table = dflow.Embedding(ROWS, 16, max_memory=limit, name="dense")
+        momentum = dflow.Optimizer(optax.sgd(0.1, momentum=0.9), [table], name="momentum")
+        return dflow.jit(lambda ids: momentum.apply(dflow.grad(lambda: table(ids).sum(), [table])()))
 
+    step = step_of(LIMIT)
     with pytest.raises(dflow.VariableError, match=r"gradient of 'dense/0', which has max_memory: expected its rows"):
         step(jnp.arange(3))
+    with pytest.warns(dflow.DenseGradientWarning):
+        step_of(None)(jnp.arange(3))
     monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
     with pytest.raises(dflow.VariableError, match=r"expected a folder on a disk .* got /dev/shm, which is of tmpfs"):
         dflow.Embedding(ROWS, 16, max_memory=LIMIT, name="in memory")
