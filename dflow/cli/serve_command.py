@@ -10,6 +10,7 @@ import warnings
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from dflow.cli.cluster_options import add_certificates, add_host_names
 from dflow.cli.command import Command, add_seconds, at_least_one, count
@@ -146,7 +147,9 @@ def _print_models(server: ModelServer) -> None:
             print(f"{model.name} is not served, and will be tried again: {model.unavailable}", flush=True)
             continue
         for queue in version.queues.values():
-            print(f"version {version.number} at {server.url}/v2/models/{queue.tensors.name}", flush=True)
+            # A folder may have a name that a URL has to quote.
+            path = quote(f"/v2/models/{queue.tensors.name}")
+            print(f"version {version.number} at {server.url}{path}", flush=True)
         for name, reason in version.refused.items():
             print(f"{model.name}.{name} is not served: {reason}", flush=True)
     if server.grpc_address is not None:

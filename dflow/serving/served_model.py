@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from dflow.tracing.errors import ConfigError, DeviceError, DflowError, NoCheckpo
 
 #: Errors of a load whose tables are for tasks: one does not answer, none is there, or one does not see the files yet.
 _OF_TASKS = (*OF_TASKS, DeviceError, NoCheckpoint)
+#: What a segment of a URL's path may be without `%`, so that the URL that is printed is one that clients can ask.
+_SEGMENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~!$&'()*+,;=:@-]+")
 #: The state of a folder's files: name, size and time of change of each.
 Files = tuple[tuple[str, int, int], ...]
 
@@ -29,8 +32,13 @@ Files = tuple[tuple[str, int, int], ...]
 def find_models(folder: Path, name: str | None = None) -> dict[str, Path]:
     """Return the folders of models at `folder`: itself, or those in it. Raises ConfigError if there are none.
 
-    name  of the model that `folder` is; by default the folder's own
+    name  of the model that `folder` is, one segment of a URL's path; by default the folder's own
     """
+    if name is not None and not _SEGMENT.fullmatch(name):
+        raise ConfigError(
+            f"--name: expected a name that a URL can have as one part of its path, got {name!r}",
+            "give letters, digits, '-', '_' and '.' alone",
+        )
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", "give the directory that dflow.export(...).save wrote")
     if versions_in(folder):

@@ -76,6 +76,9 @@ def test_an_export_versions_and_folders_of_both_are_found(scales: Path, tmp_path
             find_models(place)
     with pytest.raises(ConfigError, match=r"--name mine names one model, and .* has numbered, plain"):
         find_models(both, "mine")
+    for name in ("a/b", "", "..", "a b", "a%2Fb", "a?", "ü"):
+        with pytest.raises(ConfigError, match="--name: expected a name that a URL can have"):
+            find_models(one, name)
 
 
 def test_a_new_version_takes_over_without_losing_a_request(model: Path, scales: Path) -> None:
