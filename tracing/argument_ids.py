@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from dflow.tracing.column_tables import library_of
+from dflow.tracing.element_arrays import refuse_missing_integers
 from dflow.tracing.errors import InputError
 from dflow.tracing.jax_frontend import keeps_64_bits
 from dflow.tracing.number_range import check_number, check_numbers, is_lost, is_wide
@@ -161,7 +162,10 @@ def _converted(leaf: Any, name: Callable[[], str], is_wanted: bool) -> Any:
         return _declared(leaf) if is_wanted or leaf.dtype.kind in _KINDS_OF_TEXT else leaf
     if type(leaf) in (str, bytes):
         return leaf  # JAX's own error tells to make it static
-    array = np.asarray(leaf) if _is_column(leaf) else leaf
+    array = leaf
+    if _is_column(leaf):
+        array = np.asarray(leaf)
+        refuse_missing_integers(leaf, array, name)
     if isinstance(array, list | tuple) or getattr(array, "dtype", np.dtype(int)).kind in _KINDS_OF_TEXT:
         return ids_of(array, name())
     if not is_wide(array) or keeps_64_bits():

@@ -6,6 +6,7 @@ No library is imported that is not in use: a tensor is recognised by the module 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,13 +55,21 @@ def as_array(leaf: Any, what: str = "a batch") -> Any:
     values = np.asarray(leaf)
     if values.dtype == object and not isinstance(leaf, np.ndarray) and not _is_of_texts(values):
         raise _no_element(leaf, "convert it first, for instance a scalar of Arrow by its as_py()")
-    if values is not leaf and values.dtype.kind == "f" and _INTEGERS.match(_type_name(leaf)):
-        raise InputError(
-            f"{what}: expected a value in each row, got a column of integers where some are missing",
-            "fill them or drop their rows first",
-            at=caller(),
-        )
+    if values is not leaf:
+        refuse_missing_integers(leaf, values, lambda: what)
     return values
+
+
+def refuse_missing_integers(column: Any, values: np.ndarray[Any, Any], what: Callable[[], str]) -> None:
+    """Raise InputError if NumPy made floats of a column of integers, which it does where some are missing."""
+    if values.dtype.kind != "f" or not _INTEGERS.match(_type_name(column)):
+        return
+    first = tuple(map(int, np.argwhere(np.isnan(values))[0]))
+    raise InputError(
+        f"{what()}: expected a value in each row, got a column of integers where some are missing, as at {first}",
+        "leave their rows out, or fill them, such as by column.fillna(-1) in pandas",
+        at=caller(),
+    )
 
 
 def _type_name(column: Any) -> str:

@@ -194,7 +194,7 @@ def _ids_of_jax(ids: Any, what: str) -> WideIds:
     """Return ids of a JAX array, whose 8, 16 or 32 bits are those of the id, with its sign."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         given = argument_of(ids) or "a JAX array"
-        raise InputError(f"{what}: expected integers, got {given} of {ids.dtype}", "convert them: ids.astype(int)")
+        raise InputError(f"{what}: expected integers, got {given} of {ids.dtype}", _way_out(ids.dtype))
     if ids.dtype.itemsize == 8:
         return WideIds((ids >> 32).astype(jnp.uint32), ids.astype(jnp.uint32))
     if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
@@ -252,7 +252,15 @@ def _no_ids(array: np.ndarray[Any, Any], what: str) -> InputError:
                     f"({type(id).__name__}){_at(position)}",
                     f"convert them first, for instance by column.astype({'int' if isinstance(id, float) else 'str'})",
                 )
-    return InputError(f"{what}: expected integers or strings, got {array.dtype}", "convert them first: ids.astype(int)")
+    return InputError(f"{what}: expected integers or strings, got {array.dtype}", _way_out(array.dtype))
+
+
+def _way_out(dtype: Any) -> str:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return "convert them: ids.astype(int)"
+    return (
+        'keep ids as integers or strings from the start: read a column with missing ones as dtype="Int64", and fill it'
+    )
 
 
 def _missing(id: str, position: Any, what: str, *, of_numbers: bool) -> InputError:

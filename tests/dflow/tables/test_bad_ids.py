@@ -74,12 +74,13 @@ def test_numbers_of_a_list_are_ids() -> None:
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
-def test_a_column_of_strings_with_a_missing_one_is_named(library: str) -> None:
+@pytest.mark.parametrize(("ids", "pandas", "polars"), [(["a", "b"], "string", "String"), ([1, 2**40], *["Int64"] * 2)])
+def test_a_column_with_a_missing_id_is_named(library: str, ids: list[Any], pandas: str, polars: str) -> None:
     frames = pytest.importorskip(library)
-    dtype = "string" if library == "pandas" else frames.String
-    np.testing.assert_array_equal(LOOKUP(frames.Series(["a", "b"], dtype=dtype)), TABLE(["a", "b"]))
-    with pytest.raises(dflow.InputError, match=r"argument 'user': .*got (<NA>|None) at \(1,\)"):
-        LOOKUP(frames.Series(["a", None], dtype=dtype))
+    dtype = pandas if library == "pandas" else getattr(frames, polars)
+    np.testing.assert_array_equal(LOOKUP(frames.Series(ids, dtype=dtype)), TABLE(dflow.wide_ids(ids)))
+    with pytest.raises(dflow.InputError, match=r"argument 'user': .*(<NA>|None|missing).* at \(1,\)"):
+        LOOKUP(frames.Series([ids[0], None], dtype=dtype))
 
 
 @pytest.fixture(scope="module")
