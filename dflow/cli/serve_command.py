@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dflow.distributed.cluster.cluster import Cluster
     from dflow.distributed.transport.security.policy import SecurityPolicy
     from dflow.serving.model_server import ModelServer
+    from dflow.serving.served_version import ServingSettings
 
 #: Most servers that are tasks of one cluster.
 _MOST_SERVERS = 100
@@ -43,17 +44,16 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="the model's name (default: that of DIR)")
     parser.add_argument(
         "--max-batch",
-        type=count,
+        type=at_least_one,
         default=0,
         metavar="N",
-        help="compute the rows of several requests in one call of at most N rows; 0: each alone (default: 0)",
+        help="compute the rows of several requests in one call of at most N rows (default: each request alone)",
     )
     parser.add_argument(
         "--max-delay-ms",
         type=float,
-        default=2.0,
         metavar="MS",
-        help="wait at most this time for more rows of a batch (default: 2)",
+        help="with --max-batch, wait at most this time for more rows of a batch (default: 2)",
     )
     parser.add_argument(
         "--max-queue", type=at_least_one, default=256, metavar="N", help="most requests in progress (default: 256)"
@@ -87,13 +87,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    _check(options)
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
     # Else gRPC logs each failed TLS handshake, which any client can cause, without a limit.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from dflow.calls.trace_log import RetraceWarning
     from dflow.distributed.transport.security.configuration import choose_security
-    from dflow.serving.served_version import ServingSettings
 
     try:
         from dflow.serving.model_server import ModelServer
@@ -113,21 +113,10 @@ def _serve(options: argparse.Namespace) -> int:
         tables = _tables(options, security)
         if tables is not None:
             stack.callback(tables.close)
-        settings = ServingSettings(
-            max_batch=options.max_batch,
-            max_delay_s=options.max_delay_ms / 1e3,
-            max_queue=options.max_queue,
-            max_bytes=options.max_bytes,
-            timeout_s=options.timeout,
-            learn=options.learn,
-            tables=tables,
-            cache_rows=options.cache_rows,
-            max_age_s=options.max_age,
-        )
         server = ModelServer(
             options.path,
             address,
-            settings,
+            _settings(options, tables),
             security,
             grpc=grpc,
             name=options.name,
@@ -139,6 +128,37 @@ def _serve(options: argparse.Namespace) -> int:
         which = stop.wait()
         is_clean = server.stop(options.grace)
     return 0 if is_clean and which else 1
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options without the one that they need, before the wait for a cluster."""
+    if options.max_delay_ms is not None and not options.max_batch:
+        raise ConfigError("--max-delay-ms is the longest wait for more rows of a batch", "give --max-batch N")
+    if options.tables is None and (options.cache_rows or options.max_age < math.inf):
+        raise ConfigError("--cache-rows and --max-age are for tables at tasks", "give --tables HOST:PORT")
+    if options.max_age < math.inf and not options.cache_rows:
+        raise ConfigError("--max-age is the longest time that rows are kept, and none are", "give --cache-rows N")
+    if options.tables is not None and options.learn:
+        raise ConfigError(
+            "--learn: expected tables in this process, got tables at tasks, which lose what calls write",
+            "leave out one of --learn and --tables",
+        )
+
+
+def _settings(options: argparse.Namespace, tables: Cluster | None) -> ServingSettings:
+    from dflow.serving.served_version import ServingSettings
+
+    return ServingSettings(
+        max_batch=options.max_batch,
+        max_delay_s=ServingSettings.max_delay_s if options.max_delay_ms is None else options.max_delay_ms / 1e3,
+        max_queue=options.max_queue,
+        max_bytes=options.max_bytes,
+        timeout_s=options.timeout,
+        learn=options.learn,
+        tables=tables,
+        cache_rows=options.cache_rows,
+        max_age_s=options.max_age,
+    )
 
 
 def _print_models(server: ModelServer) -> None:
@@ -159,14 +179,10 @@ def _print_models(server: ModelServer) -> None:
 def _tables(options: argparse.Namespace, security: SecurityPolicy) -> Cluster | None:
     """Join the cluster that is to hold the tables, as the first task of the job `server` whose name is free.
 
-    Raises ConfigError for options that need tables there; else as `dflow.connect`.
+    None without `--tables`. Raises as `dflow.connect`.
     """
     if options.tables is None:
-        if options.cache_rows or options.max_age < math.inf:
-            raise ConfigError("--cache-rows and --max-age are for tables at tasks", "give --tables HOST:PORT")
         return None
-    if options.max_age < math.inf and not options.cache_rows:
-        raise ConfigError("--max-age is the longest time that rows are kept, and none are", "give --cache-rows N")
     from dflow.cluster import connect
     from dflow.distributed.cluster.cluster import ClusterSettings
 

@@ -41,10 +41,8 @@ def test_each_command_says_what_it_is_for(command: str, capsys: pytest.CaptureFi
         (["launch", "--workers", "0", "x.py"], "0 is too few; give 1 or more"),
         (["launch", "--ps", "-1", "x.py"], "-1 is negative; give 0 or more"),
         (["launch", "--workers", "two", "x.py"], "argument --workers: expected an integer, got 'two'"),
-        (
-            ["launch", "--wokers", "2", "x.py"],
-            "dflow launch: error: unrecognized argument --wokers; did you mean --workers?",
-        ),
+        (["launch", "--wokers", "2", "x.py"], "unrecognized argument --wokers; did you mean --workers?"),
+        (["serve", "--max-batch", "0", "model"], "0 is too few; give 1 or more"),
         (["coordinator", "--job", "ps"], "'ps' is not of the form NAME=N, such as ps=2"),
     ],
 )

@@ -41,6 +41,17 @@ def test_the_command_serves_what_it_can_learns_and_saves_until_sigterm(tmp_path:
     assert (tmp_path / "models" / "counter" / "5" / "manifest.json").exists()
 
 
+def test_options_without_those_that_they_need_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, remedy in (
+        ("--max-delay-ms 2", "give --max-batch N"),
+        ("--tables 127.0.0.1:9 --learn", "leave out one of --learn and --tables"),
+        ("--cache-rows 3", "give --tables HOST:PORT"),
+        ("--tables 127.0.0.1:9 --max-age 3", "give --cache-rows N"),
+    ):
+        assert main(["serve", "model", *words.split()]) == 1
+        assert remedy in capsys.readouterr().err
+
+
 def test_the_help_needs_no_server_library(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])

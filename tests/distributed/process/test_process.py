@@ -121,21 +121,15 @@ def test_a_signal_gives_its_exit_status(tmp_path: Path, number: signal.Signals, 
         assert spawned.finish() == (0, f"ready\n({status}, '')\n")
 
 
-@pytest.mark.parametrize(
-    ("extra", "output"),
-    [
-        ("threading.Thread(target=lambda: (stop.stop('first'), stop.stop('again'))).start()", "(1, 'first')\n"),
-        ("print(stop.wait(0.01)); stop.stop('over')", "None\n(1, 'over')\n"),
-        (
-            "import signal as s; s.signal(s.SIGUSR2, lambda *_: stop.stop('told')); s.raise_signal(s.SIGUSR2)",
-            "(1, 'told')\n",
-        ),
-    ],
-    ids=["fault", "deadline", "another signal"],
-)
-def test_without_such_a_signal_a_fault_or_the_deadline_ends_the_wait(tmp_path: Path, extra: str, output: str) -> None:
-    with Spawned("-c", WAIT.format(extra=extra), cwd=tmp_path) as spawned:
-        assert spawned.finish() == (0, f"ready\n{output}")
+FAULT = "threading.Thread(target=lambda: (stop.stop('first'), stop.stop('again'))).start()"
+DEADLINE = "print(stop.wait(0.01)); stop.stop('over')"
+OTHER = "import signal as s; s.signal(s.SIGUSR2, lambda *_: stop.stop('told')); s.raise_signal(s.SIGUSR2)"
+
+
+def test_without_such_a_signal_a_fault_or_the_deadline_ends_the_wait(tmp_path: Path) -> None:
+    for extra, output in ((FAULT, "(1, 'first')\n"), (DEADLINE, "None\n(1, 'over')\n"), (OTHER, "(1, 'told')\n")):
+        with Spawned("-c", WAIT.format(extra=extra), cwd=tmp_path) as spawned:
+            assert spawned.finish() == (0, f"ready\n{output}")
 
 
 # A file that is complete or absent, with any number of writers and any failures.
