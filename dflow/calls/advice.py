@@ -112,7 +112,9 @@ def _remedy(error: Exception) -> str | None:
         if found.re is _NO_TYPE:
             return None
         if found[2].isidentifier():
-            return f"  name it static: dflow.jit(fn, static_argnames={found[2]!r})"
+            is_text = found[1] in ("str", "bytes")
+            other = f"; or where it is an id, give an array or list of ids: [{found[2]}]" if is_text else ""
+            return f"  name it static: dflow.jit(fn, static_argnames={found[2]!r}){other}"
         return _PARTS.format(found[2].split(".")[0].split("[")[0])
     return next((remedy for start, remedy in _REMEDIES.items() if text.startswith(start)), None)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dflow.tracing.argument_ids import has_texts
+from dflow.tracing.element_arrays import plain_array
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.ir.types import ArrayType, array_type_of
+from dflow.tracing.number_range import check_number
 
 #: A first value, or a function without arguments that gives it, run where the variable lives.
 Initial = Any | Callable[[], Any]
@@ -65,6 +68,20 @@ def initial_type(initial: Initial, name: str | None) -> ArrayType:
     if hasattr(initial, "dtype") and not has_texts(initial):
         return array_type_of(initial).strong
     return array_type_of(given_array(initial, lambda what: _no_beginning(what, name))).strong
+
+
+def of_function(initial: Callable[[], Any], dtype: Any, what: str) -> Callable[[], Any]:
+    """The function, giving arrays for tensors of other libraries, of the dtype if that is given."""
+
+    @wraps(initial, updated=())
+    def value() -> Any:
+        made = plain_array(initial(), what)
+        if dtype is None:
+            check_number(made, what)
+            return made
+        return jnp.asarray(made, dtype)
+
+    return value
 
 
 def struct_type(struct: Any, name: str | None) -> ArrayType:

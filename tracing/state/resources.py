@@ -37,7 +37,7 @@ from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.container import contained, join
 from dflow.tracing.state.context import Home, current_home, spread_here
-from dflow.tracing.state.initial_value import Initial, converted, given_array, initial_type
+from dflow.tracing.state.initial_value import Initial, TypedInitial, converted, given_array, initial_type, of_function
 from dflow.tracing.state.row_updates import RowUpdates
 from dflow.tracing.state.variable_as_array import OF_BUFFERS, register_as_array
 from dflow.tracing.state.variable_hooks import NO_HOOKS, VariableHooks
@@ -453,10 +453,10 @@ def _initial(initial: Initial, dtype: Any, what: str) -> Initial:
     """Return the initial value, of the dtype if that is given."""
     if dtype is None or not is_of_python(initial):
         check_number(initial, what)
+    if callable(initial):
+        return initial if isinstance(initial, TypedInitial) and dtype is None else of_function(initial, dtype, what)
     if dtype is None:
         return initial
-    if callable(initial):
-        return lambda: jnp.asarray(initial(), dtype)
     try:
         return jnp.asarray(initial, dtype)
     except OverflowError:

@@ -215,7 +215,7 @@ CASES: dict[str, Mistake] = {
     "The problematic value is of type <class 'str'>": Mistake(
         lambda made: dflow.jit(lambda x, mode: x + made.w)(1.0, "fast"),
         TypeError,
-        "name it static: dflow.jit(fn, static_argnames='mode')",
+        "static_argnames='mode'); or where it is an id, give an array or list of ids: [mode]",
     ),
     "problematic value is of type <class 'str'>": Mistake(
         lambda made: [dflow.jit(lambda x, mode: x + made.w)(1.0, mode) for mode in (1.0, "fast")],
