@@ -117,9 +117,10 @@ class StepClaims(CoordinatorPart):
 
     @classmethod
     def records_of(cls, copy: RunsCopy, before: DurableRecords) -> Iterator[tuple[str, msgspec.Struct]]:
-        """Yield the records of the runs, without workers."""
+        """Yield the records of the runs with steps done, without workers; another one is made at its first claim."""
         for name, run in copy.runs.items():
-            yield RUN + name, run
+            if run.done:
+                yield RUN + name, run
 
     def return_to(self, copy: RunsCopy) -> int:
         """Set the runs to a copy; return the number of training steps that are done again.

@@ -120,7 +120,7 @@ def _moment(snapshot: Snapshot) -> str:
     """Describe the moment of a snapshot."""
     if snapshot.steps_done is not None:
         return f"with {snapshot.steps_done} steps done"
-    return "from before the first step of a run; a dflow.CheckpointManager restores its newest checkpoint"
+    return "from before the first checkpoint of a run; a dflow.CheckpointManager restores its newest one"
 
 
 def _locked(folder: Path) -> OwnerLock | None:

@@ -5,9 +5,9 @@ from its beginning. Its snapshot, with the ledger of the runs' steps, is what th
 Invariants:
 - numbers of snapshots and of returns are never used again, so that no part of the earlier cluster is taken for a newer
   one;
-- a snapshot from before the first run of a strategy has no count of the steps in its state, which a program of another
-  loop may have changed. The variable with the program's own count is then made again, so that the program restores its
-  newest checkpoint;
+- a snapshot from before the first run has no count of the steps in its state, which a program of another loop may have
+  changed; one in the first part of a trainer that saves checkpoints is older than all of these. The variable with the
+  program's own count is then made again, so that the program restores its newest checkpoint;
 - the plan of a trainer that the snapshot has steps of is known from the beginning, so that the progress of a part is
   not taken for that of the whole run.
 """
@@ -37,7 +37,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     placed      the placements of the state, and of the hosts of runs; see `VariableDirectory.saved`
     cluster     id of the cluster that made it
     copies      copies of the coordinator's parts, by class
-    steps_done  number of steps done then; None before the first run of a strategy
+    steps_done  number of steps done then; None before the first run, as in `RunProgress.steps_done`
     """
 
     number: int

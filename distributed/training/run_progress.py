@@ -16,6 +16,7 @@ from dflow.distributed.coordinator.coordinator_events import Command, Log
 from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, CoordinatorPart, Notices, Received
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
+from dflow.distributed.snapshots.resumption import PROGRESS
 from dflow.distributed.training.work_messages import ClaimSteps, RoundsDone, StepsDone, TrainingPlan
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.status import NotFinite, WorkerProgress
@@ -127,9 +128,23 @@ class RunProgress(CoordinatorPart):
     # Snapshots.
 
     def steps_done(self) -> int | None:
-        """Number of steps done in all runs, with the steps of earlier programs; None before the first run."""
+        """Number of steps done in all runs, with the steps of earlier programs; None before the first one.
+
+        Also None in the first part of a trainer's run by `Async` that saves checkpoints: its first one is saved after
+        this part, and is newer. Steps of a loop of the program's own are numbered from the ledger alone, so they count.
+        """
         counts = self.counts()
-        return self.steps(counts)[0] if counts else None
+        saves = sum(name.startswith(PROGRESS) for name in self._core.directory.names()) == 1
+        counted = any(self._is_counted(run, done, saves) for run, (done, _) in counts.items())
+        return self.steps(counts)[0] if counted else None
+
+    def _is_counted(self, run: str, done: int, saves: bool) -> bool:
+        part = _PART.fullmatch(run)
+        plan = self._plans.get(part[1]) if part is not None else None
+        if part is None or plan is None or plan.first > 0 or int(part[2]) > 0:
+            return True
+        # Rounds are reported late: the state may have those of a later part.
+        return run in self._rounds or (done > 0 and not saves)
 
     def copy(self) -> ProgressCopy:
         """Return a copy of the counts."""
@@ -141,11 +156,13 @@ class RunProgress(CoordinatorPart):
     ) -> Iterator[tuple[str, msgspec.Struct | Mapping[str, Any]]]:
         """Yield the records of the rounds, and of the plans that have a part among the copied runs.
 
-        Other plans are left out: their programs send them again. No plan is over: its program sends that again too.
+        Other plans are left out, and those in their first part, by claims: their programs send them again, perhaps with
+        another first step. No plan is over: its program sends that again too.
         """
         for name, (done, total) in copy.rounds.items():
             yield _ROUNDS + name, {"done": done, "total": total}
-        begun = {part[1] for run in copy.counts if (part := _PART.fullmatch(run)) is not None}
+        parts = ((run, _PART.fullmatch(run)) for run in copy.counts)
+        begun = {part[1] for run, part in parts if part is not None and (int(part[2]) or run in copy.rounds)}
         for name, plan in before.load(_PLAN, TrainingPlan):
             if name in begun:
                 yield _PLAN + name, msgspec.structs.replace(plan, is_over=False)

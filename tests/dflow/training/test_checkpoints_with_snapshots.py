@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,7 @@ def killed(tasks: Tasks, loop: str, folder: Path, snapshot: int, end: int) -> di
 
 
 def test_a_worker_that_is_started_again_after_a_return_goes_on_by_itself(tmp_path: Path) -> None:
-    tasks = Tasks(tmp_path / "snapshots", every_s=1000)
-    try:
+    with closing(Tasks(tmp_path / "snapshots", every_s=1000)) as tasks:
         killed(tasks, "Async", tmp_path / "run", 6, 14)
         tasks.start_again(1)
         tasks.worker = tasks.workers[0] = tasks.join(0)
@@ -112,8 +111,6 @@ def test_a_worker_that_is_started_again_after_a_return_goes_on_by_itself(tmp_pat
         assert (program.manager.next_step, steps_in(tmp_path / "run")) == (4, ["11.undone", "3", "7.undone"])
         program.run("Async")
         np.testing.assert_array_equal(program.used.read(), np.ones(STEPS))
-    finally:
-        tasks.close()
 
 
 def steps_in(folder: Path) -> list[str]:
@@ -125,6 +122,7 @@ def steps_in(folder: Path) -> list[str]:
 ENDS = {
     "a trainer's newer checkpoint": ("Async", 6, 14, 4, 6, ["11.undone", "3", "7.undone"]),
     "that of synchronous training": ("Sync", 6, 14, 4, 6, ["11.undone", "3", "7.undone"]),
+    "a snapshot from before a trainer's first checkpoint": ("Async", 2, 14, 12, 12, ["11", "3", "7"]),
     "a loop's older checkpoint": ("run", 11, 12, 9, 11, ["0", "4", "8"]),
     "a newer one without a strategy": ("plain", 6, 14, 13, 13, ["12", "4", "8"]),
     "an older one without a strategy": ("plain", 10, 11, 9, 9, ["0", "4", "8"]),
@@ -134,14 +132,10 @@ ENDS = {
 @pytest.mark.parametrize("case", ENDS)
 def test_a_job_that_ended_goes_on_by_itself(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop, snapshot, end, first, done, checkpoints = ENDS[case]
-    tasks = Tasks(tmp_path / "snapshots", every_s=1000)
-    try:
+    with closing(Tasks(tmp_path / "snapshots", every_s=1000)) as tasks:
         rows = killed(tasks, loop, tmp_path / "run", snapshot, end)
-    finally:
-        tasks.close()
     caplog.set_level(logging.WARNING)
-    tasks = Tasks(tmp_path / "snapshots", every_s=1000, rows=rows)
-    try:
+    with closing(Tasks(tmp_path / "snapshots", every_s=1000, rows=rows)) as tasks:
         program = Program(tasks.worker, tmp_path / "run")
         assert (program.manager.next_step, int(program.count.read())) == (first, done)
         assert steps_in(tmp_path / "run") == checkpoints
@@ -150,5 +144,3 @@ def test_a_job_that_ended_goes_on_by_itself(case: str, tmp_path: Path, caplog: p
         program.run(loop)
         np.testing.assert_array_equal(program.used.read(), np.ones(STEPS))
         assert STEPS - 1 in [checkpoint.step for checkpoint in program.manager.checkpoints] or loop == "run"
-    finally:
-        tasks.close()
