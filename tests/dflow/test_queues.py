@@ -225,6 +225,7 @@ def test_who_takes_an_element_sees_what_was_written_before_it_was_put_in() -> No
     [
         (lambda: dflow.FIFOQueue(0, F32, name="q"), "queue 'q' cannot have the capacity 0"),
         (lambda: dflow.FIFOQueue(1, (), name="q"), "queue 'q' would hold elements without arrays"),
+        (lambda: dflow.FIFOQueue(1, str, name="q"), r"give strings as jax\.ShapeDtypeStruct\(\(\), numpy\.str_\)"),
         (lambda: dflow.FIFOQueue(1, 3.0, name="q"), r"has 3\.0 for a component[\s\S]*give each one as jax\.Shape"),
         (lambda: dflow.FIFOQueue(1, jax.eval_shape(lambda: jax.random.key(0))), "enqueue jax.random.key_data"),
         (dflow.jit(lambda: dflow.FIFOQueue(1, F32, name="q").size()), "is created inside traced code"),

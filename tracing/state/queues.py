@@ -29,7 +29,7 @@ from dflow.tracing.path_names import leaf_names
 from dflow.tracing.state.host_resource import HostResource, known_number, number_text
 from dflow.tracing.state.initial_value import converted
 from dflow.tracing.state.resources import is_variable
-from dflow.tracing.wide_ids import WideIds
+from dflow.tracing.wide_ids import StringIds, WideIds
 
 _OF_STRINGS = (
     "a queue holds strings as the ids of a table with a vocabulary: make it with jax.ShapeDtypeStruct(shape, "
@@ -136,7 +136,8 @@ class Queue(HostResource):
         self.use(ops.queue_close, (), {"cancel_pending": True} if cancel_pending else {})
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}: {self.type}, capacity {self.capacity}>"
+        shown = ", ".join(map(str, jax.tree_util.tree_leaves(_readable(self._tree, self.type.components))))
+        return f"<{type(self).__name__} {self.name!r}: queue<{shown}>, capacity {self.capacity}>"
 
     def _take(self, op: OpDef, attributes: dict[str, Any]) -> Sequence[Any]:
         if is_tracing() and any(None in component.shape for component in self.type.components):
@@ -157,10 +158,13 @@ class Queue(HostResource):
 
     def _component(self, leaf: Any, padded: bool) -> ArrayType:
         dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
-        if dtype is None or shape is None:
+        if dtype is None or shape is None or isinstance(leaf, type):
+            is_text = leaf is str or leaf is np.str_
             raise QueueError(
                 f"the spec of queue {self.name!r} has {leaf!r} for a component",
-                "give each one as jax.ShapeDtypeStruct(shape, dtype)",
+                "give strings as jax.ShapeDtypeStruct((), numpy.str_)"
+                if is_text
+                else "give each one as jax.ShapeDtypeStruct(shape, dtype)",
                 at=self.loc,
             )
         if jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -202,9 +206,9 @@ class Queue(HostResource):
         rows = given[0].shape[:extra] if given else ()
         wanted = [ArrayType(type.dtype, (*rows, *type.shape)) for type in self.type.components]
         if tree != self._tree or len(rows) != extra or not all(map(ops.fits, given, wanted)):
-            shown = jax.tree_util.tree_unflatten(tree, [_given_type(array) for array in arrays])
+            shown = _readable(tree, [_given_type(array) for array in arrays])
             many = ", with one dimension more in front, the same for all" if extra else ""
-            has_strings = "StringIds" in str(shown) and "StringIds" not in str(self._tree)
+            has_strings = "StringIds" in str(tree) and "StringIds" not in str(self._tree)
             raise QueueTypeError(
                 f"queue {self.name!r} holds {self._shown(self.type.components)} but {method} was given {shown}",
                 _OF_STRINGS if has_strings else f"give it the structure, shapes and dtypes that it holds{many}",
@@ -212,7 +216,24 @@ class Queue(HostResource):
         return arrays
 
     def _shown(self, types: Sequence[ArrayType]) -> str:
-        return str(jax.tree_util.tree_unflatten(self._tree, types))
+        return str(_readable(self._tree, types))
+
+
+class _Text(str):
+    """A text that a container shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _readable(tree: Any, types: Sequence[ArrayType]) -> Any:
+    """The pytree of these types, with `str[2]` for the ids of two strings."""
+
+    def shown(part: Any) -> Any:
+        return _Text(f"str{str(part.low).removeprefix('u32')}") if isinstance(part, StringIds) else part
+
+    whole = jax.tree_util.tree_unflatten(tree, types)
+    return jax.tree_util.tree_map(shown, whole, is_leaf=lambda part: isinstance(part, StringIds))
 
 
 def _is_part_of_spec(part: Any) -> bool:

@@ -203,13 +203,14 @@ def test_a_queue_holds_the_ids_of_strings() -> None:
         np.testing.assert_array_equal(step(), TABLE(["a", "b"]))
     queue.enqueue_many({"user": [["a", "b"], ["c", "d"]], "rating": np.zeros(2, np.float32)})
     assert TABLE(queue.dequeue_many(2)["user"]).shape == (2, 2, 2)
+    assert repr(queue) == "<FIFOQueue 'names': queue<f32[], str[2]>, capacity 9>"
     one = dflow.FIFOQueue(3, jax.ShapeDtypeStruct((), np.str_))
     with dflow.data.feed(iter(["a", "b"]), one):
         np.testing.assert_array_equal(TABLE(one.dequeue_many(2)), TABLE(["a", "b"]))
     with pytest.raises(dflow.InputError, match=r"enqueue of queue 'names': element/user: .* got None at \(1,\)"):
         queue.enqueue({"user": ["a", None], "rating": 0.5})
     numbers = dflow.FIFOQueue(3, jax.ShapeDtypeStruct((2,), jnp.float32), name="numbers")
-    with pytest.raises(dflow.QueueTypeError, match=r"(?s)holds f32\[2\] but enqueue was given StringIds.*numpy.str_"):
+    with pytest.raises(dflow.QueueTypeError, match=r"(?s)holds f32\[2\] but enqueue was given str\[2\].*numpy.str_"):
         numbers.enqueue(["a", "b"])
 
 
