@@ -41,7 +41,6 @@ class NoAttributeOfIds(IdsAreNoNumbers, AttributeError):
     """Ids of 64 bits were asked for an attribute or method of arrays that they do not have."""
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class WideIds:
     """Ids of 64 bits, of any shape. It is a pytree, so batches of them are sliced, stacked and passed as others.
@@ -107,8 +106,20 @@ class IntegerIds(WideIds):
     """Integers of 64 bits that are arguments of a call."""
 
 
-for _kind in (StringIds, IntegerIds):
-    jax.tree_util.register_dataclass(_kind, data_fields=["high", "low"], meta_fields=[])
+def _register(kind: type[WideIds]) -> None:
+    # Not by `register_dataclass`: JAX 0.10 to 0.12 finds structures of such classes equal, so that by a chance of 1 in
+    # 128 or so a program for strings, compiled before, is run for integers in their place.
+    high, low = (jax.tree_util.GetAttrKey(name) for name in ("high", "low"))
+    jax.tree_util.register_pytree_with_keys(
+        kind,
+        lambda ids: (((high, ids.high), (low, ids.low)), None),
+        lambda _, parts: kind(*parts),
+        lambda ids: ((ids.high, ids.low), None),
+    )
+
+
+for _kind in (WideIds, StringIds, IntegerIds):
+    _register(_kind)
 
 #: Attributes of arrays that ids do not have.
 _ATTRIBUTES = frozenset(name for name in dir(jax.Array) if not name.startswith("_")) - {"aval", "sharding"}

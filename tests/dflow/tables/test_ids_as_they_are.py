@@ -20,6 +20,7 @@ import dflow
 from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.collectives.collectives import Collectives
 from dflow.testing import memory_cluster
+from dflow.tracing.wide_ids import IntegerIds, StringIds, WideIds
 
 NAMES = [f"user-{number}" for number in range(6)]
 STEPS = 4
@@ -156,6 +157,11 @@ def test_ids_that_are_used_as_numbers_name_the_argument(use: Any, given: Any) ->
     assert "test_ids_as_they_are.py:" in str(caught.value)
     with pytest.raises(dflow.InputError, match=message), dflow.eager():
         step({"user": given}, 0.5)
+
+
+def test_structures_of_strings_and_of_integers_differ() -> None:
+    wide, strings, integers = (jax.tree.structure(kind(0, 0)) for kind in (WideIds, StringIds, IntegerIds))
+    assert wide != strings != integers != wide
 
 
 def test_ids_pass_through_transformations() -> None:
