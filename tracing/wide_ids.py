@@ -107,8 +107,8 @@ class IntegerIds(WideIds):
 
 
 def _register(kind: type[WideIds]) -> None:
-    # Not by `register_dataclass`: JAX 0.10 to 0.12 finds structures of such classes equal, so that by a chance of 1 in
-    # 128 or so a program for strings, compiled before, is run for integers in their place.
+    # Not by `register_dataclass`: JAX 0.10 to 0.12 finds structures of such classes equal. Where their hashes collide
+    # in its table of programs, as in some processes, it would run a program for strings with integers.
     high, low = (jax.tree_util.GetAttrKey(name) for name in ("high", "low"))
     jax.tree_util.register_pytree_with_keys(
         kind,
