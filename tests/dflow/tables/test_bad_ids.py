@@ -20,7 +20,7 @@ from tests.dflow.serving.small_exports import served
 
 pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")]
 
-TABLE = dflow.Embedding(9, 2, vocabulary=dflow.Vocabulary(), name="users")
+TABLE = dflow.Embedding(9, 2, vocabulary=dflow.Vocabulary(), name="people")
 
 
 def lookup(user: Any) -> Any:
@@ -47,12 +47,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "nan": (np.array(["a", np.nan], object), r"argument 'user': .*got nan at \(1,\)"),
     "mixed": (["a", 5], r"argument 'user': expected only strings, got 5 \(int\)"),
     "ragged": ([["a"], ["b", "c"]], "argument 'user': expected rows of one length"),
-    "ragged numbers": ([[1], [2, 3]], "ids of table 'users': expected rows of one length"),
+    "ragged numbers": ([[1], [2, 3]], "ids of table 'people': expected rows of one length"),
     "half a character": (["\ud800"], "argument 'user': expected strings of Unicode"),
     "beyond 64 bits": (np.array([2**70, 1], object), "argument 'user': expected integers of at most 64 bits"),
-    "floats": ([1.5], r"ids of table 'users': expected integers, got user\[0\] of float32"),
-    "floats and nan": (np.array([1, np.nan]), "ids of table 'users': expected integers, got user of float32"),
-    "bools": ([1, True], r"ids of table 'users': expected integers, got user\[1\] of bool"),
+    "floats": ([1.5], r"ids of table 'people': expected integers, got user\[0\] of float32"),
+    "floats and nan": (np.array([1, np.nan]), "ids of table 'people': expected integers, got user of float32"),
+    "bools": ([1, True], r"ids of table 'people': expected integers, got user\[1\] of bool"),
 }
 
 
