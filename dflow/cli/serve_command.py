@@ -110,8 +110,7 @@ def _serve(options: argparse.Namespace) -> int:
     grpc = None if options.grpc is None else _tcp_address("--grpc", options.grpc)
     security = choose_security(os.environ, certificates=options.certificates)
     with ExitStack() as stack:
-        with stop.ending():
-            tables = _tables(options, security)
+        tables = _tables(options, security)
         if tables is not None:
             stack.callback(tables.close)
         server = ModelServer(

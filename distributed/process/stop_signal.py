@@ -1,7 +1,7 @@
 """Waiting until a process must stop: by SIGTERM, by SIGINT, or by its own fault.
 
-Invariant: after construction neither signal interrupts the process at an arbitrary point, except in `ending`; `wait`
-reads both when the process is ready for them, whichever thread received them.
+Invariant: after construction neither signal interrupts the process at an arbitrary point; `wait` reads both when the
+process is ready for them, whichever thread received them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
 
 _BY_ITSELF = 0
 
@@ -22,29 +19,12 @@ class StopSignal:
     """Takes over SIGTERM and SIGINT for the rest of the process; construct it in the main thread."""
 
     def __init__(self) -> None:
-        self._fault, self._is_ending, self._sigterm_status = "", False, 0
+        self._fault = ""
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._came)
-
-    @contextmanager
-    def ending(self, status: int = 0) -> Iterator[None]:
-        """Return the context of a wait for other processes, which SIGTERM and SIGINT end by SystemExit.
-
-        So does one that came before. What was begun is undone by those who began it, and a further signal does not
-        disturb that.
-
-        status  exit status for SIGTERM; for SIGINT and a fault it is that of `wait_for_exit_status`
-        """
-        self._is_ending, self._sigterm_status = True, status
-        try:
-            if (which := self.wait(0)) is not None:
-                self._end(which)
-            yield
-        finally:
-            self._is_ending = False
+            signal.signal(number, _leave_it_to_the_pipe)
 
     def stop(self, fault: str) -> None:
         """Make `wait` return because of a fault; thread-safe."""
@@ -69,11 +49,6 @@ class StopSignal:
             return 1, self._fault
         return (0 if which == signal.SIGTERM else 130), ""
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. Outside of `ending` do nothing: Python has written the number to the pipe."""
-        if self._is_ending:
-            self._end(number)
 
-    def _end(self, which: int) -> NoReturn:
-        self._is_ending = False
-        raise SystemExit({_BY_ITSELF: 1, signal.SIGTERM: self._sigterm_status}.get(which, 130))
+def _leave_it_to_the_pipe(number: int, frame: FrameType | None) -> None:
+    """Do nothing: Python has written the number to the pipe."""

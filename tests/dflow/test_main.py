@@ -73,9 +73,6 @@ def test_status_shows_a_running_cluster(capsys: pytest.CaptureFixture[str]) -> N
 def test_an_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--coordinator", "nonsense"]) == 1
     assert capsys.readouterr().err.startswith("dflow status: address 'nonsense' is not of the form 'host:port'")
-    assert main(["task", "--index", "0"]) == 1
-    text = "dflow task: where is the coordinator? give --coordinator HOST:PORT or --cluster FILE"
-    assert text in capsys.readouterr().err
 
 
 def test_a_coordinator_says_first_where_it_listens_and_ends_quietly_at_sigterm(tmp_path: Path) -> None:
@@ -87,19 +84,6 @@ def test_a_coordinator_says_first_where_it_listens_and_ends_quietly_at_sigterm(t
         client.close()
         spawned.process.send_signal(signal.SIGTERM)
         assert spawned.finish() == (0, line)
-
-
-@pytest.mark.parametrize(
-    ("words", "end"), [("task --snapshots . --index 0 --coordinator", 143), ("serve . --tables", 0)]
-)
-def test_a_wait_for_a_coordinator_ends_at_sigterm(words: str, end: int, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(60)
-        where = f"127.0.0.1:{silent.getsockname()[1]}"
-        with Spawned("-m", "dflow", *words.split(), where, cwd=tmp_path) as spawned:
-            silent.accept()[0].close()
-            spawned.process.send_signal(signal.SIGTERM)
-            assert spawned.finish() == (end, "")
 
 
 @pytest.mark.parametrize("command", ["coordinator", "task"])
@@ -154,3 +138,11 @@ def test_a_cluster_file_serves_every_command(tmp_path: Path, capsys: pytest.Capt
         task.process.send_signal(signal.SIGTERM)
         assert task.finish() == (0, "")
     assert "2 of 2 tasks are up" in capsys.readouterr().out
+
+
+def test_a_task_that_is_told_of_no_coordinator_says_how_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task", "--index", "0"]) == 1
+    assert (
+        "dflow task: where is the coordinator? give --coordinator HOST:PORT or --cluster FILE"
+        in capsys.readouterr().err
+    )
