@@ -290,8 +290,9 @@ class Store:
     def _paged(self, key: str, value: Any) -> Any:
         """Return a value that is to replace another one, paged as that is."""
         entry = self.table.entries.get(key)
-        is_like = entry is not None and entry.pages is not None and array_type_of(value).strong == entry.type
-        return entry.pages.adopted(value) if is_like and entry is not None and entry.pages is not None else value
+        if entry is None or entry.pages is None or array_type_of(value).strong != entry.type:
+            return value
+        return entry.pages.adopted(value)
 
     def _read_paged(self, files: SavedArrays, key: str, name: str, part: AxisSlice | None) -> jax.Array:
         entry = self.table.entry(key)
