@@ -163,15 +163,17 @@ class PagedMemory:
             return self.filled(type, pieces_of(np.asarray(value)))
         made, _ = self._zeros(type)
         target = self._region_of(made)
-        if target is None or source.size != target.size:
+        addresses = value.unsafe_buffer_pointer(), made.unsafe_buffer_pointer()
+        # The same bytes are in the whole pages of both if these begin as far behind the address.
+        first = source.start - addresses[0]
+        if target is None or target.start - addresses[1] != first:
             return self.filled(type, pieces_of(np.asarray(value)))
         unchecked = 0
         for start in range(0, source.size, PIECE_BYTES):
             _copy_range(source.file, target.file, start, min(PIECE_BYTES, source.size - start))
             unchecked = self._checked(unchecked + PIECE_BYTES)
         # The parts of its first and last page, which are no pages of the file.
-        old, new = (_bytes_at(one.unsafe_buffer_pointer(), value.nbytes) for one in (value, made))
-        first = source.start - value.unsafe_buffer_pointer()
+        old, new = (_bytes_at(address, value.nbytes) for address in addresses)
         new[:first], new[first + source.size :] = old[:first], old[first + source.size :]
         return made
 
