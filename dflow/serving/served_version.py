@@ -105,8 +105,9 @@ class ServedVersion:
         #: Held by each call that writes variables.
         self._writing = threading.Lock()
         try:
-            if lookups := self._loaded._lookups:
-                names = dict.fromkeys(name for one in lookups.values() for name in one.tables)
+            lookups = [one.lookups for one in self._loaded._callers.values() if one.lookups is not None]
+            if lookups:
+                names = dict.fromkeys(name for one in lookups for name in one.tables)
                 tables = {name: self._loaded.variables[name] for name in names}
                 self.rows = TableRows(tables, settings.cache_rows, settings.max_age_s)
             self._functions = {name: self._function(name) for name in self._loaded.signatures}
@@ -154,9 +155,10 @@ class ServedVersion:
         return self.rows is not None and self.rows.is_lost
 
     def _function(self, name: str) -> Any:
-        if self.rows is None or name not in self._loaded._lookups:
+        caller = self._loaded._callers[name]
+        if self.rows is None or caller.lookups is None:
             return self._loaded[name]
-        return FetchingFunction(self._loaded._callers[name], self.rows)
+        return FetchingFunction(caller, self.rows)
 
     def save(self, path: Path) -> None:
         """Write the functions with the present values of the variables; calls go on. Raises as `Loaded.save`."""
