@@ -87,7 +87,7 @@ def lost() -> bytes:
 
 
 def load(port: int, form: str, requests: Sequence[Sequence[bytes]], seconds: float) -> Load:
-    """Return what clients measure that send one request after the other for some seconds: each one's, in turn."""
+    """Return what clients measure that send one request after the other for some seconds; each has its own requests."""
     times: list[list[float]] = [[] for _ in requests]
     statuses: Counter[int] = Counter()
     start = threading.Barrier(len(requests))

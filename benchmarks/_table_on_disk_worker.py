@@ -14,7 +14,7 @@ import optax
 import dflow
 
 COLUMNS = 16
-#: Spreads the rows that are used often over the table: a prime, so that each number gets a row of its own.
+#: Spreads the rows that are used often over the table: a prime, so that no two numbers get one row.
 SPREAD = 2_654_435_761
 
 

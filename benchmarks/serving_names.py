@@ -39,7 +39,7 @@ from dflow.serving.grpc_messages import MESSAGES
 
 #: Names in a request, columns of the table, and units of the hidden layer.
 IN_ROW, COLUMNS, UNITS = 16, 16, 64
-#: Requests that a client sends in turn.
+#: Requests that a client repeats.
 REQUESTS = 32
 HERE = Path(__file__).parent
 #: Names that get rows in one step.

@@ -27,7 +27,7 @@ from benchmarks._serving_load import answer_of, load, port_of, request_of, row, 
 
 #: Ids in a request, and columns of the table.
 IN_ROW, COLUMNS = 16, 32
-#: Requests that a client sends in turn, and the exponent of Zipf's law.
+#: Requests that a client repeats, and the exponent of Zipf's law.
 REQUESTS, EXPONENT = 256, 1.2
 HERE = "in the server"
 

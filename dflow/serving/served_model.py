@@ -23,7 +23,7 @@ from dflow.tracing.errors import ConfigError, DeviceError, DflowError, NoCheckpo
 
 #: Errors of a load whose tables are for tasks: one does not answer, none is there, or one does not see the files yet.
 _OF_TASKS = (*OF_TASKS, DeviceError, NoCheckpoint)
-#: What a segment of a URL's path may be without `%`, so that the URL that is printed is one that clients can ask.
+#: Segments of a URL's path that need no `%`: clients can then ask the URL that is printed.
 _SEGMENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~!$&'()*+,;=:@-]+")
 #: The state of a folder's files: name, size and time of change of each.
 Files = tuple[tuple[str, int, int], ...]
@@ -187,7 +187,7 @@ class ServedModel:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Return whether an error comes from tasks, or a file that this process could not open, for now."""
+    """Return whether a later load may succeed: tasks did not answer, or this process could not open a file."""
     while error is not None:
         if isinstance(error, _OF_TASKS) or (isinstance(error, OSError) and reading_remedy(error)):
             return True

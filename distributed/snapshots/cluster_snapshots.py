@@ -203,7 +203,7 @@ class ClusterSnapshots(CoordinatorPart):
                 self.leaving.pop(one.task, None)
         commands: list[Command] = []
         for one in left:
-            # At the end of a job task servers stop, perhaps while a snapshot is made, which nobody needs any more.
+            # At the end of a job task servers stop, perhaps while a snapshot is made. The job needs that no more.
             commands += self._left_or_replaced(one.task, at_s, is_logged=one.reason not in NORMAL_ENDS)
         return commands
 

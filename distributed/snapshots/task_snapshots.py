@@ -241,7 +241,7 @@ class TaskSnapshots(TaskPart):
         limits = msgspec.convert(files.metadata.get(_LIMITS, {}), Limits)
         memories = {name: self._store.memory_for(name, limits.get(name)) for name in absent}
         paged = {name: one for name, one in memories.items() if one is not None and one.takes(files.types[name])}
-        # `Store.create` copies them, except for those that are paged.
+        # `Store.create` copies these values. Paged ones are read piece by piece below.
         read_now = files.each(dict.fromkeys(name for name in absent if name not in paged))
         new = {name: (files.types[name], value, memories[name]) for name, value in read_now}
         for name, memory in paged.items():

@@ -130,8 +130,9 @@ class RunProgress(CoordinatorPart):
     def steps_done(self) -> int | None:
         """Number of steps done in all runs, with the steps of earlier programs; None before the first one.
 
-        Also None in the first part of a trainer's run by `Async` that saves checkpoints: its first one is saved after
-        this part, and is newer. Steps of a loop of the program's own are numbered from the ledger alone, so they count.
+        Also None in the first part of a trainer's run by `Async` with one checkpoint manager: its first checkpoint is
+        saved after this part, and is newer. Steps of a loop of the program's own are numbered from the ledger alone, so
+        they count.
         """
         counts = self.counts()
         saves = sum(name.startswith(PROGRESS) for name in self._core.directory.names()) == 1

@@ -9,7 +9,7 @@ The file has no name, so it ends with the process. Its space is reserved before,
 
 Invariants:
 - The pages of an address belong to the array's memory, which XLA frees when the last array that has it is gone. So
-  nothing here depends on what is at an address: `MADV_PAGEOUT` frees no page that has no other copy, whoever has it.
+  nothing here depends on what is at an address: `MADV_PAGEOUT` frees a page of any array only if it has another copy.
 - A page is freed if it was not written since the last round, which is second chance: a page that was written is sent to
   the disk first. Updates write the rows that they use.
 """
@@ -47,7 +47,7 @@ LOGGER = logging.getLogger("dflow")
 #: Arrays of at most this size stay in memory: the largest value of the allocator's `M_MMAP_THRESHOLD`. It unmaps larger
 #: ones when they are freed, so that no page of a file becomes memory of another array.
 LEAST_BYTES = LEAST_MEMORY
-#: Size of the pieces in which arrays are filled, and in which pages are freed.
+#: Size of a piece of an array: pieces are filled, and their pages freed, one after the other.
 PIECE_BYTES = 16 << 20
 #: Shortest wait between two checks of the limit, in s, and the number of a check's processor times that it lasts.
 _CHECK_S, _CHECKS = 0.1, 20
@@ -60,7 +60,7 @@ _ROUNDS = 3
 
 _PAGE = mmap.PAGESIZE
 _MAP_FIXED, _MADV_RANDOM, _MADV_WILLNEED, _MADV_PAGEOUT = 0x10, 1, 3, 21
-#: Types of which XLA has several numbers in a byte.
+#: Types that XLA packs: a byte has several of their numbers.
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 #: Kinds of file systems whose files are in memory.
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")

@@ -58,7 +58,7 @@ class HeldAccumulator(SharedResource):
         self._settings, self._type = settings, type
         self.machine = AccumulatorMachine(settings.limit)
         self._sum: Sum | None = None
-        #: By giver, the newest step for which it has given a gradient that was added.
+        #: By giver, the newest step that a gradient of it was added for.
         self._given: dict[str, int] = {}
         #: The operands of the gradients kept aside, by ticket.
         self._kept: dict[int, Sequence[Any]] = {}

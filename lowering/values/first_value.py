@@ -26,7 +26,7 @@ from dflow.tracing.ir.types import ArrayType, array_type_of
 #: A variable of at least this size is computed before the next one is begun.
 _LARGE_BYTES = 1 << 20
 
-#: The memory in which the value that is made now is paged.
+#: The memory that pages the value that is made now.
 _memory: ContextVar[PagedMemory | None] = ContextVar("dflow_paged_memory", default=None)
 
 #: Longest wait for an initial value that another thread makes, in s.

@@ -209,7 +209,7 @@ def test_a_graph_shows_devices_sizes_and_measured_times(
     has(page.locator(".edge text"), "2.6 kB")
     late["times"].continue_()  # the boxes are drawn before their times are known
     has(function, "2.1 ms")
-    # Opened, and clicked before it is laid out anew.
+    # Opened, and clicked before it is laid out again.
     function.evaluate(
         "(box) => [box.querySelector('.fold'), box].map((at) => at.dispatchEvent(new Event('click', {bubbles: true})))"
     )

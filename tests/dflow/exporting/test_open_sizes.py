@@ -304,13 +304,13 @@ def test_the_server_refuses_the_request_and_names_its_input(tmp_path: Path) -> N
 
 
 def test_a_warning_that_is_an_error_is_raised_by_the_export() -> None:
-    told: list[Any] = []
+    warned: list[Any] = []
 
-    def tells_once(x: Any) -> Any:
-        if not told:
-            told.append(x.shape)
-            warnings.warn("told once", stacklevel=1)
+    def warns_once(x: Any) -> Any:
+        if not warned:
+            warned.append(x.shape)
+            warnings.warn("warned once", stacklevel=1)
         return x
 
-    with pytest.raises(UserWarning, match="told once"):
-        dflow.export(tells_once, dflow.spec("b", jnp.float32))
+    with pytest.raises(UserWarning, match="warned once"):
+        dflow.export(warns_once, dflow.spec("b", jnp.float32))

@@ -69,7 +69,7 @@ class Trained:
         self.step = step
 
     def trim(self, limit: int) -> None:
-        """Have at most so many bytes in memory. Each value is paged."""
+        """Have at most `limit` bytes in memory. Each value is paged."""
         store = self.variables[0].home.store
         [memory] = {store.table.entry(one.key).pages for one in self.variables}
         for one in self.variables:

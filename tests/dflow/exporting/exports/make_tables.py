@@ -20,7 +20,7 @@ import optax
 import dflow
 
 FORM = int(sys.argv[1])
-#: Ids of the vocabulary, of which the last one has no row.
+#: Ids that are looked up; the last one has no row.
 ALL: Any = ["a", "Zoë", ""] if FORM >= 5 else np.array([2**40 + 1, 7, 2**63 + 5], np.uint64)
 KNOWN, TRAINED = (ids if FORM >= 5 else dflow.wide_ids(ids) for ids in (ALL, ALL[:2]))
 
