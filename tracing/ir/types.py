@@ -36,6 +36,8 @@ def _standard_dtypes() -> dict[str, Any]:
     names += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
     named = {_short_name(name): np.dtype(name) for name in names}
     extra = [getattr(ml_dtypes, name) for name in dir(ml_dtypes) if re.match(r"(b?float\d|u?int[24]$)", name)]
+    # JAX's dtype of a tangent of integers, which NumPy calls void.
+    named["f0"] = jax.dtypes.float0
     return named | {_short_name(np.dtype(dtype).name): np.dtype(dtype) for dtype in extra}
 
 
@@ -44,10 +46,10 @@ DTYPES = _standard_dtypes()
 
 
 def dtype_name(dtype: Any) -> str:
-    """The short name of a dtype: `f32`, `bf16`, `u8`, `bool`, `key<fry>`."""
+    """The short name of a dtype: `f32`, `bf16`, `u8`, `bool`, `key<fry>`, `f0` for `jax.dtypes.float0`."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return str(dtype)
-    return _short_name(np.dtype(dtype).name)
+    return "f0" if dtype == jax.dtypes.float0 else _short_name(np.dtype(dtype).name)
 
 
 def key_implementation(dtype: Any) -> str:

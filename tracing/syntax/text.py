@@ -157,7 +157,7 @@ def _scalar(scalar: Any) -> str:
         return str(scalar)
     if isinstance(scalar, np.complexfloating):
         return _complex(complex(scalar))
-    return repr(float(scalar))
+    return "0" if kind == "f0" else repr(float(scalar))
 
 
 def _complex(value: complex) -> str:

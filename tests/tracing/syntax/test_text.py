@@ -63,6 +63,10 @@ RUNNING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         jax.grad(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "SAME").sum()),
         (X,),
     ),
+    "tangent of integers": (
+        lambda x, i: jax.jvp(lambda x, i: x[i], (x, i), (x, jnp.zeros_like(i, jax.dtypes.float0)))[1],
+        (X, np.array([2, 1])),
+    ),
     "int4": (lambda x: x.astype(jnp.int4) + jnp.int4(3), (X,)),
 }
 
