@@ -213,7 +213,8 @@ class Tasks:
             case LoadState() as message:
                 self.load(task, message)
             case StateRestored():
-                assert task in PS or self.applied[PS[0]] == self.applied[PS[1]]
+                # A task may have died after the return that this notice, still on its way, is about.
+                assert task in PS or self.fresh or self.applied[PS[0]] == self.applied[PS[1]]
                 self.make_again(task)
         return True
 
