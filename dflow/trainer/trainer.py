@@ -171,6 +171,12 @@ class Trainer:
                 f"checkpoints: expected every= a number of steps on a cluster, got {manager.every!r}",
                 "give CheckpointManager(..., every=1000), after which all workers save the same steps",
             )
+        if manager.is_shared and self._strategy.ends_together:
+            raise _refusal(
+                f"checkpoints: expected the variables of each worker for {type(self._strategy).__name__}, got those on "
+                "tasks alone, which would be of later steps than the others after a restart",
+                "give CheckpointManager the dense layers and their optimizer too",
+            )
         is_met = isinstance(manager.every, int) and self._evaluate_every and manager.every % self._evaluate_every == 0
         if manager.best_metric is not None and not is_met:
             raise _refusal(

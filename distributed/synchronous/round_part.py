@@ -36,6 +36,7 @@ from dflow.distributed.training.applying import GivenOptimizer, applying, refuse
 from dflow.distributed.training.compared_steps import ComparedSteps, settings_of
 from dflow.distributed.training.long_wait import waited_for
 from dflow.distributed.training.strategy import arguments_of
+from dflow.distributed.training.work_messages import ROUNDS
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.tracing.argument_ids import types_of
@@ -71,7 +72,7 @@ class RoundPart:
         #: Compares the programs of workers that compute together; None if they only share the variables of tasks.
         self._programs = cluster.part(Collectives).programs if dense is not None else None
         self._compared = cluster.part(ComparedSteps)
-        request = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
+        request = PlaceVariable(f"{run}{ROUNDS}", "synchronous training", (), 0, job, kind="run", is_saved=False)
         self._host = cluster.steps.retried(lambda: cluster.coordinator.ask(request)).task
         #: What `dense` keeps of each step of the run, when it was opened.
         self.kept: DenseStep = (), ()

@@ -17,7 +17,7 @@ from dflow.distributed.coordinator.coordinator_part import CoordinatorCore, Coor
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.snapshots.cluster_snapshots import ClusterSnapshots
 from dflow.distributed.snapshots.resumption import PROGRESS
-from dflow.distributed.training.work_messages import ClaimSteps, RoundsDone, StepsDone, TrainingPlan
+from dflow.distributed.training.work_messages import ROUNDS, ClaimSteps, RoundsDone, StepsDone, TrainingPlan
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.status import NotFinite, WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name
@@ -130,22 +130,27 @@ class RunProgress(CoordinatorPart):
     def steps_done(self) -> int | None:
         """Number of steps done in all runs, with the steps of earlier programs; None before the first one.
 
-        Also None in the first part of a trainer's run by `Async` with one checkpoint manager: its first checkpoint is
-        saved after this part, and is newer. Steps of a loop of the program's own are numbered from the ledger alone, so
-        they count.
+        Also None in the first part of a trainer's run by `Async` or `Sync` with one checkpoint manager: its first
+        checkpoint is saved after this part, and is newer. Steps of a loop of the program's own are numbered from the
+        ledger alone, or from the host of the rounds, so they count.
         """
-        counts = self.counts()
-        saves = sum(name.startswith(PROGRESS) for name in self._core.directory.names()) == 1
-        counted = any(self._is_counted(run, done, saves) for run, (done, _) in counts.items())
+        counts, saves = self.counts(), sum(name.startswith(PROGRESS) for name in self._core.directory.names()) == 1
+        # Rounds are reported late: a host of rounds may have done some that are not known here.
+        may_have = {*self._rounds, *self._hosted()} | {run for run, (done, _) in self._claimed.items() if done}
+        counted = any(self._is_counted(run, run in may_have, saves) for run in {*counts, *may_have})
         return self.steps(counts)[0] if counted else None
 
-    def _is_counted(self, run: str, done: int, saves: bool) -> bool:
+    def _hosted(self) -> Iterator[str]:
+        """Yield the names of runs that a task hosts, from before their first round on."""
+        hosted = (info for info in self._core.directory.variables() if info.kind == "run")
+        return (info.name.removesuffix(ROUNDS) for info in hosted if info.name.endswith(ROUNDS))
+
+    def _is_counted(self, run: str, may_have: bool, saves: bool) -> bool:
         part = _PART.fullmatch(run)
         plan = self._plans.get(part[1]) if part is not None else None
         if part is None or plan is None or plan.first > 0 or int(part[2]) > 0:
             return True
-        # Rounds are reported late: the state may have those of a later part.
-        return run in self._rounds or (done > 0 and not saves)
+        return may_have and not saves
 
     def copy(self) -> ProgressCopy:
         """Return a copy of the counts."""
@@ -157,13 +162,13 @@ class RunProgress(CoordinatorPart):
     ) -> Iterator[tuple[str, msgspec.Struct | Mapping[str, Any]]]:
         """Yield the records of the rounds, and of the plans that have a part among the copied runs.
 
-        Other plans are left out, and those in their first part, by claims: their programs send them again, perhaps with
-        another first step. No plan is over: its program sends that again too.
+        Other plans are left out, and those in their first part: their programs send them again, perhaps with another
+        first step. No plan is over: its program sends that again too.
         """
         for name, (done, total) in copy.rounds.items():
             yield _ROUNDS + name, {"done": done, "total": total}
-        parts = ((run, _PART.fullmatch(run)) for run in copy.counts)
-        begun = {part[1] for run, part in parts if part is not None and (int(part[2]) or run in copy.rounds)}
+        parts = map(_PART.fullmatch, copy.counts)
+        begun = {part[1] for part in parts if part is not None and int(part[2])}
         for name, plan in before.load(_PLAN, TrainingPlan):
             if name in begun:
                 yield _PLAN + name, msgspec.structs.replace(plan, is_over=False)

@@ -7,6 +7,9 @@ import msgspec
 from dflow.distributed.wire.messages.message import Marked, Message, Notice, Request
 from dflow.distributed.wire.messages.status import NotFinite
 
+#: End of the name of the placement of a run's host of rounds, after the name of the run.
+ROUNDS = "/rounds"
+
 
 class Claimed(Marked, frozen=True):
     """Steps `first` to `first + count - 1`; a count of 0: all steps are done, or the claim had `more` false.

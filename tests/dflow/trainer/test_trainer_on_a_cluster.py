@@ -250,13 +250,23 @@ def test_a_checkpoint_before_a_return_counts_when_its_steps_are_done_again(tmp_p
     assert undoes.next_steps == [0, 0, 0, 4]
 
 
-def test_checkpoints_by_time_are_refused(tmp_path: Path) -> None:
+class Together(Async):
+    """A strategy whose workers have variables of their own."""
+
+    ends_together = True
+
+
+def test_checkpoints_by_time_are_refused_and_those_without_the_workers_own_variables(tmp_path: Path) -> None:
     with cluster_of_workers() as (_, workers):
         w = Program(workers[0], Async).w
         with dflow.CheckpointManager(tmp_path, {"w": w}) as manager:
             text = r"(?s)checkpoints: expected every= a number of steps on a cluster, got 'auto'.*every=1000"
             with pytest.raises(dflow.TrainingError, match=text):
                 dflow.Trainer(lambda x: x, Async(workers[0]), checkpoints=manager)
+        with dflow.CheckpointManager(tmp_path, {"w": w}, every=2) as manager:
+            text = r"(?s)checkpoints: expected the variables of each worker for Together, got .* dense layers"
+            with pytest.raises(dflow.TrainingError, match=text):
+                dflow.Trainer(lambda x: x, Together(workers[0]), checkpoints=manager)
 
 
 class Stops(dflow.Callback):

@@ -7,6 +7,7 @@ loop without a strategy goes on from the checkpoint.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 import dflow
 from dflow.distributed import Async, Sync
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.training import step_report
 from tests.distributed.cluster.tasks_with_snapshots import Tasks
 
 pytestmark = [
@@ -65,14 +67,14 @@ class Program:
             before(number)
             return np.int32(number)
 
-        strategy = Sync(self.cluster) if loop == "Sync" else Async(self.cluster)
+        strategy = Sync(self.cluster) if loop.endswith("Sync") else Async(self.cluster)
         with self.manager as manager:
             if loop == "plain":
                 for number in range(manager.next_step, STEPS):
                     self.step(batch(number))
                     manager.step(number)
                     manager.wait()
-            elif loop == "run":
+            elif loop.startswith("run"):
                 run = strategy.run(self.step, batch, steps=STEPS, name="run")
                 for number, _ in enumerate(run, manager.next_step):
                     manager.step(number)
@@ -123,6 +125,8 @@ ENDS = {
     "a trainer's newer checkpoint": ("Async", 6, 14, 4, 6, ["11.undone", "3", "7.undone"]),
     "that of synchronous training": ("Sync", 6, 14, 4, 6, ["11.undone", "3", "7.undone"]),
     "a snapshot from before a trainer's first checkpoint": ("Async", 2, 14, 12, 12, ["11", "3", "7"]),
+    "one from before that of synchronous training": ("Sync", 2, 14, 12, 12, ["11", "3", "7"]),
+    "one of rounds that are not reported": ("run of Sync", 2, 14, 1, 2, ["12.undone", "4.undone", "8.undone"]),
     "a loop's older checkpoint": ("run", 11, 12, 9, 11, ["0", "4", "8"]),
     "a newer one without a strategy": ("plain", 6, 14, 13, 13, ["12", "4", "8"]),
     "an older one without a strategy": ("plain", 10, 11, 9, 9, ["0", "4", "8"]),
@@ -130,7 +134,10 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_job_that_ended_goes_on_by_itself(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_ended_goes_on_by_itself(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_report, "REPORT_S", math.inf)  # rounds are reported at the end of their run alone
     loop, snapshot, end, first, done, checkpoints = ENDS[case]
     with closing(Tasks(tmp_path / "snapshots", every_s=1000)) as tasks:
         rows = killed(tasks, loop, tmp_path / "run", snapshot, end)
@@ -143,4 +150,4 @@ def test_a_job_that_ended_goes_on_by_itself(case: str, tmp_path: Path, caplog: p
         assert (line in caplog.text) == any("undone" in name for name in checkpoints), caplog.text
         program.run(loop)
         np.testing.assert_array_equal(program.used.read(), np.ones(STEPS))
-        assert STEPS - 1 in [checkpoint.step for checkpoint in program.manager.checkpoints] or loop == "run"
+        assert STEPS - 1 in [checkpoint.step for checkpoint in program.manager.checkpoints] or loop.startswith("run")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from dflow.distributed.snapshots.resumption import PROGRESS, newest_snapshot
 from dflow.distributed.snapshots.snapshot_messages import AwaitRecovery, Recovered
-from dflow.distributed.training.work_messages import Claimed, ClaimSteps, RoundsDone, TrainingPlan
+from dflow.distributed.training.work_messages import ROUNDS, Claimed, ClaimSteps, RoundsDone, TrainingPlan
 from dflow.distributed.wire.messages.basic import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.roster import Roster
@@ -69,6 +71,20 @@ def test_a_trainer_without_a_step_in_the_snapshot_may_begin_at_its_checkpoint() 
     start_all(tasks)
     tasks.tell(WORKER, PLAN)
     assert progress(tasks) == (50, 300)
+
+
+@pytest.mark.parametrize(("run", "is_counted"), [("fit 0-50", False), ("fit 50-100", True), ("own loop", True)])
+def test_rounds_that_are_not_reported_count_as_soon_as_a_later_checkpoint_may_miss_them(
+    run: str, is_counted: bool
+) -> None:
+    tasks = Tasks()
+    tasks.place(f"{PROGRESS}/of the manager", PS[1])
+    tasks.tell(WORKER, msgspec.structs.replace(PLAN, first=0))
+    tasks.ask(PlaceVariable(f"{run}{ROUNDS}", "", (), 0, "ps", kind="run", is_saved=False))
+    tasks.snapshot()
+    snapshot = newest_snapshot(tasks.rows)
+    assert snapshot is not None
+    assert (snapshot.steps_done is not None) == is_counted
 
 
 def progress(tasks: Tasks) -> tuple[int, int]:
