@@ -15,6 +15,7 @@ from dflow.distributed.synchronous.step_aggregator import StepAggregator
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.variable_creation import VariableCreation
+from dflow.distributed.training.served_batches import BatchReader
 
 TASK_PARTS: tuple[type[TaskPart], ...] = (
     VariableCreation,
@@ -22,6 +23,7 @@ TASK_PARTS: tuple[type[TaskPart], ...] = (
     StalenessBounds,
     TaskCheckpoints,
     TaskSnapshots,
+    BatchReader,
 )
 
 join_cluster = partial(Cluster, parts=TASK_PARTS)

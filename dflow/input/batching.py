@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from dflow.input.columns import Columns, columns_of
+from dflow.input.reading import FileRows
 from dflow.tracing.element_arrays import as_array
 from dflow.tracing.errors import InputError
 from dflow.tracing.near_names import suggests_keywords
@@ -37,11 +38,13 @@ def batches(
 
     data     columns, whose rows are the elements: an array, tensor, Series, Arrow array or dataset of HDF5 (along axis
              0), a dict or tuple of them and of lists of values, a DataFrame of pandas or polars, a table of Arrow, a
-             file of HDF5 or of NumPy's arrays, an array of records. A batch of a table is a dict of arrays by name. Or
-             a list or another sequence of elements, such as a map-style dataset of PyTorch, Grain or Hugging Face; or
-             any other iterable of elements. Each element is a pytree of arrays, tensors and numbers
+             file of HDF5 or of NumPy's arrays, an array of records, files by `dflow.data.read`. A batch of a table is a
+             dict of arrays by name. Or a list or another sequence of elements, such as a map-style dataset of PyTorch,
+             Grain or Hugging Face; or any other iterable of elements. Each element is a pytree of arrays, tensors and
+             numbers
     shuffle  True draws a new random order of the rows, or of a sequence, for each epoch. An integer is the size of the
-             buffer from which each next element is drawn at random; another iterable needs this form
+             buffer from which each next element is drawn at random; another iterable needs this form. For files it is
+             the number of rows that are permuted together
     seed     seed of the order; equal seeds give equal batches
     epochs   number of passes over the data; None repeats it without end
     drop_remainder  whether to drop the last, smaller batch of an epoch; queues with fixed shapes need this
@@ -77,14 +80,16 @@ class Batches:
     #: The orders of the rows in the epochs that `__getitem__` was asked for last.
     _ordered: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
     #: The columns of the data, None if it is elements.
-    _columns: Columns | None = field(default=None, init=False, repr=False)
+    _columns: Columns | FileRows | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_numbers(self)
         object.__setattr__(self, "_columns", columns_of(self.data))
         if self._columns is None:
             _check_elements(self)
-        if self.epochs is None and self.drop_remainder and self._is_indexed() and 0 < self._count() < self.size:
+        if isinstance(self._columns, FileRows):  # which are opened by the first batch
+            _check_files(self)
+        elif self.epochs is None and self.drop_remainder and self._is_indexed() and 0 < self._count() < self.size:
             raise InputError(
                 f"batches without end: expected at least the {self.size} rows of a batch, got {self._count()}",
                 "give a smaller size, or leave drop_remainder out",
@@ -94,7 +99,7 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
             is_empty = True
-            for batch in self._epoch(np.random.default_rng((self.seed, epoch))):
+            for batch in self._epoch(epoch):
                 is_empty = False
                 yield batch
             if is_empty:  # with `epochs=None` the loop would never yield or return
@@ -106,7 +111,7 @@ class Batches:
         Raises IndexError below 0 and after the last batch; InputError unless `data` are arrays or a sequence, shuffled
         whole or not.
         """
-        if not self._is_indexed() or not isinstance(self.shuffle, bool):
+        if not self._is_numbered():
             raise InputError(
                 "a batch by its number: expected arrays or a sequence, and shuffle=True or False, got a "
                 f"{type(self.data).__name__} and shuffle={self.shuffle!r}",
@@ -119,7 +124,7 @@ class Batches:
             raise IndexError(f"a batch by its number: expected 0 or more, {most}, got {number}")
         epoch, position = divmod(number, in_epoch)
         if (order := self._ordered.get(epoch)) is None:
-            order = self._order(np.random.default_rng((self.seed, epoch)))
+            order = self._order(epoch)
             # Steps of two epochs may run at the same time.
             for known in [known for known in self._ordered if abs(known - epoch) > 1]:
                 self._ordered.pop(known, None)
@@ -132,6 +137,10 @@ class Batches:
             raise TypeError("batches without end have no len()")
         return self.epochs * self._in_epoch(self._count())
 
+    def _is_numbered(self) -> bool:
+        """Whether a batch is known by its number."""
+        return isinstance(self._columns, FileRows) or (self._is_indexed() and isinstance(self.shuffle, bool))
+
     def _is_indexed(self) -> bool:
         return self._columns is not None or _is_indexed(self.data)
 
@@ -141,24 +150,32 @@ class Batches:
     def _in_epoch(self, count: int) -> int:
         return count // self.size if self.drop_remainder else -(-count // self.size)
 
-    def _epoch(self, random: np.random.Generator) -> Iterator[Any]:
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        order = self._order(epoch)
         if self._columns is None:
-            elements = self._elements(self._order(random)) if self.shuffle is True else iter(self.data)
+            elements = self._elements(order) if self.shuffle is True else iter(self.data)
             if not isinstance(self.shuffle, bool):
-                elements = _drawn(map(_own, elements), int(self.shuffle), random)
+                elements = _drawn(map(_own, elements), int(self.shuffle), np.random.default_rng((self.seed, epoch)))
             yield from self._stacked(elements)
             return
-        order: Iterator[int] = iter(self._order(random))
-        if not isinstance(self.shuffle, bool):
-            order = _drawn(order, self.shuffle, random)
-        while group := list(itertools.islice(order, self.size)):
+        if self._is_numbered():
+            for first in range(0, self._in_epoch(len(order)) * self.size, self.size):
+                yield self._rows(np.asarray(order[first : first + self.size]))
+            return
+        drawn = _drawn(order, self.shuffle, np.random.default_rng((self.seed, epoch)))
+        while group := list(itertools.islice(drawn, self.size)):
             if len(group) == self.size or not self.drop_remainder:
                 yield self._rows(np.asarray(group))
 
-    def _order(self, random: np.random.Generator) -> Any:
-        """Return the order of the rows in an epoch, but for that of a buffer."""
+    def _order(self, epoch: int) -> Any:
+        """Return the order of the rows in an epoch, but for that of a buffer; of elements one after another, none."""
+        seed = self.seed, epoch
+        if isinstance(self._columns, FileRows):
+            return self._columns.order(self.size, int(self.shuffle), seed)
+        if not self._is_indexed():
+            return ()
         count = self._count()
-        return random.permutation(count) if self.shuffle is True else range(count)
+        return np.random.default_rng(seed).permutation(count) if self.shuffle is True else range(count)
 
     def _rows(self, indices: Any) -> Any:
         if self._columns is None:
@@ -247,6 +264,14 @@ def _check_numbers(made: Batches) -> None:
         raise InputError(f"batches was given epochs={made.epochs!r}", "give a whole number, or None for no end")
     if not isinstance(made.shuffle, bool) and not _is_count(made.shuffle):
         raise InputError(f"batches was given shuffle={made.shuffle!r}", "give True, False or a buffer's size")
+
+
+def _check_files(made: Batches) -> None:
+    if made.shuffle is True:
+        raise InputError(
+            f"batches was given shuffle=True for {made.data!r}, which need not fit into memory",
+            "give the number of rows that are permuted together, shuffle=100_000",
+        )
 
 
 def _check_elements(made: Batches) -> None:

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from dflow.input.column_values import column_values, is_array, is_column, is_typed_column, refusal
+from dflow.input.reading import FileRows
 from dflow.tracing.column_tables import is_of, is_table
 from dflow.tracing.errors import InputError
 from dflow.tracing.source import caller
@@ -39,12 +40,14 @@ class Columns:
         return self.tree.unflatten([column[numbers] for column in self.values])
 
 
-def columns_of(data: Any, path: tuple[Any, ...] = ()) -> Columns | None:
+def columns_of(data: Any, path: tuple[Any, ...] = ()) -> Columns | FileRows | None:
     """Return the columns of data, or None if these are elements, one after another; `path` leads to it in messages.
 
     Raises InputError for columns of different lengths, for a container that has columns and other values, and for a
     column without a NumPy array for its values.
     """
+    if isinstance(data, FileRows):
+        return data
     if not _has_columns(data):
         _refuse_listed(data)
         return None

@@ -75,6 +75,13 @@ class OutgoingRequests:
         with self.explained(task):
             return self._server.peer(task).call(message, payload, timeout_s=self.timeout_s)
 
+    def begin(self, task: str, message: Request[Answer]) -> PendingReply[Answer]:
+        """Send another task a request without a payload, and return before its answer.
+
+        raises  TaskLost when the task left; TransportClosed when the connection ended
+        """
+        return self._server.peer(task).start(message)
+
     def ask_waiting(self, task: str, message: Request[Answer], wait_s: float) -> Reply[Answer]:
         """Like `ask` without a payload, for a task that may wait `wait_s` before it answers.
 

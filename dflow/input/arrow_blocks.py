@@ -1,0 +1,251 @@
+"""Files of Parquet and Arrow as blocks of rows, and columns of Arrow as arrays of NumPy.
+
+Why strings are kept as codes of their distinct values: Python makes an object of each value, and a hash of it where ids
+are wanted, once for each distinct value of a block in place of once for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from dflow.input.column_values import column_values
+from dflow.input.file_blocks import Block, Codes, FileBlocks, ReadError, filled_lists
+from dflow.tracing.errors import InputError
+from dflow.tracing.wide_ids import wide_ids
+
+#: Most rows of a block of a record batch.
+_MOST_ROWS = 1 << 17
+
+
+class ParquetBlocks(FileBlocks):
+    """A file of Parquet; a block is a row group."""
+
+    name = "Parquet"
+
+    @cached_property
+    def _metadata(self) -> Any:
+        try:
+            return pq.read_metadata(self.path)
+        except (pa.ArrowException, OSError) as error:
+            raise self.error(f"expected a file of Parquet: {_text(error)}") from error
+
+    def types(self) -> dict[str, str]:
+        return schema_types(self._metadata.schema.to_arrow_schema(), self)
+
+    def blocks(self) -> list[Block]:
+        groups = (
+            (self._metadata.row_group(number).num_rows, number) for number in range(self._metadata.num_row_groups)
+        )
+        return [Block(rows, number) for rows, number in groups if rows]
+
+    def columns(self, block: Block, types: Mapping[str, str]) -> dict[str, Any]:
+        texts = [name for name, kind in types.items() if kind == "string"]
+        try:
+            file = pq.ParquetFile(self.path, metadata=self._metadata, read_dictionary=texts, memory_map=True)
+            table = file.read_row_group(block.first, [*types], use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise self.error(_text(error), block) from error
+        return arrow_columns(table, self, block, types)
+
+    def place(self, block: Block) -> str:
+        return f"row group {block.first}"
+
+
+class ArrowBlocks(FileBlocks):
+    """A file of Arrow's IPC format, with a footer (also of Feather) or a stream; a block is rows of a record batch."""
+
+    name = "Arrow"
+
+    @cached_property
+    def _is_stream(self) -> bool:
+        with open(self.path, "rb") as file:
+            return file.read(6) != b"ARROW1"
+
+    def _opened(self) -> Any:
+        mapped = pa.memory_map(self.path)
+        return pa.ipc.open_stream(mapped) if self._is_stream else pa.ipc.open_file(mapped)
+
+    @cached_property
+    def _batches(self) -> Any:
+        """The record batches of a stream, whose values stay in the file."""
+        return list(self._opened())
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """The number of rows of each record batch."""
+        try:
+            if self._is_stream:
+                return [batch.num_rows for batch in self._batches]
+            opened = self._opened()
+            return [opened.get_batch(number).num_rows for number in range(opened.num_record_batches)]
+        except (pa.ArrowException, OSError, EOFError) as error:
+            raise self.error(f"expected a file of Arrow: {_text(error)}") from error
+
+    def types(self) -> dict[str, str]:
+        try:
+            schema = self._opened().schema
+        except (pa.ArrowException, OSError) as error:
+            raise self.error(f"expected a file of Arrow: {_text(error)}") from error
+        return schema_types(schema, self)
+
+    def blocks(self) -> list[Block]:
+        return [
+            Block(min(_MOST_ROWS, rows - start), number, min(start + _MOST_ROWS, rows), start)
+            for number, rows in enumerate(self._rows)
+            for start in range(0, rows, _MOST_ROWS)
+        ]
+
+    def columns(self, block: Block, types: Mapping[str, str]) -> dict[str, Any]:
+        try:
+            batch = self._batches[block.first] if self._is_stream else self._opened().get_batch(block.first)
+            table = pa.Table.from_batches([batch.slice(block.start, block.rows)]).select([*types])
+        except (pa.ArrowException, OSError) as error:
+            raise self.error(_text(error), block) from error
+        return arrow_columns(table, self, block, types)
+
+    def place(self, block: Block) -> str:
+        return f"record batch {block.first}"
+
+
+def type_name(kind: Any) -> str:
+    """Return the name of a type: one for all types of strings, and for a dictionary that of its values."""
+    if pa.types.is_dictionary(kind):
+        return type_name(kind.value_type)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return "string"
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return "binary"
+    if is_list(kind):
+        return f"list of {type_name(kind.value_type)}"
+    return str(kind)
+
+
+def schema_types(schema: Any, file: FileBlocks) -> dict[str, str]:
+    """Return the types of the columns of a schema by name. Raises `ReadError` for two columns of one name."""
+    if len(set(schema.names)) < len(schema.names):
+        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+        raise file.error(f"column {twice!r}: expected one column of this name, got {schema.names.count(twice)}")
+    return {field.name: type_name(field.type) for field in schema}
+
+
+def is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def arrow_columns(table: Any, file: FileBlocks, block: Block, types: Mapping[str, str]) -> dict[str, Any]:
+    """Return the columns of a table as arrays of NumPy or `Codes` by name; strings of `ids` as hashes of 64 bits."""
+    return {name: _Column(file, block, name, kind).of(table.column(name)) for name, kind in types.items()}
+
+
+class _Column:
+    """Converts one column of a block."""
+
+    def __init__(self, file: FileBlocks, block: Block, name: str, kind: str) -> None:
+        self._file, self._block, self._name, self._kind = file, block, name, kind
+        self._missing = file.options.missing.get(name)
+        self._length = file.options.lengths.get(name)
+
+    def of(self, column: Any) -> Any:
+        column = _whole(column)
+        if is_list(column.type):
+            return self._lists(column)
+        if self._length is not None:
+            raise self._error(f"expected lists for lengths={{{self._name!r}: {self._length}}}, got {column.type}")
+        return self._values(column)
+
+    def _values(self, column: Any) -> Any:
+        """Return the values of an array without lists."""
+        if pa.types.is_null(column.type):
+            column = column.cast(pa.string() if self._kind in ("string", "null") else pa.float64())
+        if column.null_count and not (pa.types.is_floating(column.type) and self._missing is None):
+            column = self._filled(column)
+        if type_name(column.type) == "string":
+            return self._texts(column)
+        if type_name(column.type) == "binary":
+            values = column.to_numpy(zero_copy_only=False)
+            return _hashed(values) if self._name in self._file.options.ids else values
+        try:
+            return column_values(column, f"column {self._name!r}")
+        except InputError as error:
+            raise self._error(str(error).partition("\n")[0].partition(f"column {self._name!r}: ")[2]) from error
+
+    def _texts(self, column: Any) -> Codes:
+        if not pa.types.is_dictionary(column.type):
+            column = column.dictionary_encode()
+        values = column.dictionary.to_numpy(zero_copy_only=False)
+        hashed = _hashed(values) if self._name in self._file.options.ids else values
+        return Codes(column.indices.to_numpy(zero_copy_only=False), hashed)
+
+    def _filled(self, column: Any) -> Any:
+        """Return the column with a value in each row. Raises `MissingValue` if the options state none."""
+        if self._missing is None:
+            first = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+            raise self._file.error(
+                f"column {self._name!r}: expected a value, and {column.null_count} of the block are missing",
+                place=f"{self._file.place(self._block)}, row {first}",
+                remedy=f"state a value in their place, missing={{{self._name!r}: ...}}, or leave the column out",
+                is_missing=True,
+            )
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        try:
+            return pc.fill_null(column, pa.scalar(self._missing, column.type))
+        except (pa.ArrowException, TypeError) as error:
+            raise self._file.error(
+                f"missing: column {self._name!r}: expected a value of {column.type}, got {self._missing!r}",
+                remedy="give another value, or convert the column",
+                is_missing=True,
+            ) from error
+
+    def _lists(self, column: Any) -> Any:
+        flat = _whole(column.flatten())
+        values = self._values(flat) if not is_list(flat.type) else column_values(flat, f"column {self._name!r}")
+        counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        length, sizes = self._length, np.unique(counts)
+        if length is None:
+            if len(sizes) != 1:
+                raise self._error(
+                    f"expected lists of one length, got {sizes[0]} to {sizes[-1]} values",
+                    f"state a length, to which they are cut or filled: read(..., lengths={{{self._name!r}: ...}})",
+                )
+            length = int(sizes[0])
+        if not isinstance(values, Codes):
+            fill = self._missing if self._missing is not None else b"" if values.dtype == object else 0
+            if len(sizes) == 1 and sizes[0] == length:
+                return values.reshape(len(counts), length, *values.shape[1:])
+            return filled_lists(values, counts, length, fill)
+        # The last value stands in for what a list lacks.
+        blank: Any = self._missing if self._missing is not None else ""
+        blank = _hashed(np.array([blank], object)) if self._name in self._file.options.ids else [blank]
+        all_values = np.concatenate([values.values, np.asarray(blank, values.values.dtype)])
+        return Codes(filled_lists(values.codes, counts, length, len(all_values) - 1), all_values)
+
+    def _error(self, fact: str, remedy: str = "") -> ReadError:
+        return self._file.error(f"column {self._name!r}: {fact}", self._block, remedy=remedy)
+
+
+def _whole(column: Any) -> Any:
+    """Return a column as one array, and that of an extension type as its storage."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.unify_dictionaries() if pa.types.is_dictionary(column.type) else column
+        column = column.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):  # older releases keep an empty one
+            column = column.chunk(0) if column.num_chunks else pa.array([], column.type)
+    return column.storage if isinstance(column, pa.ExtensionArray) else column
+
+
+def _hashed(values: Any) -> Any:
+    """Return the ids of strings, u64 of the same shape."""
+    ids = wide_ids(values)
+    return (np.asarray(ids.high, np.uint64) << np.uint64(32)) | np.asarray(ids.low, np.uint64)
+
+
+def _text(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
