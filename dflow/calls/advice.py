@@ -1,19 +1,22 @@
 """Advice on mistakes that JAX reports: a note on JAX's own error, with the user's line and the remedy.
 
-The errors keep JAX's class and message, so that a program that catches them also works under `dflow.jit`.
+The errors keep JAX's class and message, so that a program that catches them also works under `dflow.jit`. Only for an
+argument of another library, such as a tensor, dflow's own error takes the place of JAX's; it is a TypeError too.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
+from dflow.tracing.column_tables import library_of
 from dflow.tracing.derivatives.loops import NOT_REVERSED, REVERSED
+from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.near_names import near_keywords
 from dflow.tracing.source import Loc, at, caller, raised_at
 from dflow.tracing.state.operand_notes import note_operands
@@ -71,7 +74,7 @@ _PARTS = (
     "  equinox.partition({0}, equinox.is_array), pass arrays, and write {0} = equinox.combine(arrays, rest) inside"
 )
 
-#: JAX's error for an argument that looks like an array; the group is its library.
+#: JAX's error for an array of another library; the group is that.
 _NO_TYPE = re.compile(r"^Argument .* of type '?<class '(\w+)[\w.]*'>'? is not a valid JAX type", re.DOTALL)
 
 #: Remedies for arguments of other libraries.
@@ -92,6 +95,21 @@ _OF_LIBRARIES = {
         "  its integers, times.astype(numpy.int64)"
     ),
 }
+
+
+def refused_argument(error: Exception, leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> Exception | None:
+    """Return the error in place of JAX's, for the first argument that is an object of a library of arrays or tables.
+
+    None for other errors. `names` are those of the leaves.
+    """
+    if not (_NO_ARGUMENT.search(str(error)) or _NO_TYPE.search(str(error))):
+        return None
+    for leaf, name in zip(leaves, names(), strict=False):
+        library = library_of(type(leaf))
+        if library in _OF_LIBRARIES and library != "numpy":
+            fact = f"{name}: expected an array, got a {type(leaf).__name__} of {library}"
+            return GraphTypeError(fact, _OF_LIBRARIES[library].lstrip(), at=caller())
+    return None
 
 
 def advise(error: Exception) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 import jax
 from jax import jit as jax_jit  # bound here once, since a program may replace `jax.jit` by `dflow.jit`
 
-from dflow.calls.advice import advise, advised_options
+from dflow.calls.advice import advise, advised_options, refused_argument
 from dflow.calls.eager_mode import call_eagerly, call_on_arrays, eager
 from dflow.calls.methods import OwnFunction, bound, weakly, without_self
 from dflow.calls.number_checks import run_checked
@@ -46,7 +46,7 @@ from dflow.tracing.argument_ids import (
 from dflow.tracing.derivatives.border import Border
 from dflow.tracing.derivatives.discharge import State, evaluate
 from dflow.tracing.derivatives.one_device import on_one_device
-from dflow.tracing.errors import PlainJitError, VariableError
+from dflow.tracing.errors import DflowError, PlainJitError, VariableError
 from dflow.tracing.jax_frontend import (
     MISSED,
     NARROW_ARGUMENTS,
@@ -131,7 +131,7 @@ class Function(Generic[P, R]):
         except Exception as error:
             if (failed := failed_check(error)) is not None:
                 raise failed from None
-            if isinstance(error, OverflowError) and (refused := self._refused_integer(args, kwargs)) is not None:
+            if (refused := self._refused(error, args, kwargs)) is not None:
                 raise refused from None
             hide_frames(error)
             raise
@@ -153,8 +153,8 @@ class Function(Generic[P, R]):
         try:
             with watched_for_leaks(), naming_ids(ids or ()):
                 stage = self._planner.trace(given, named)
-        except OverflowError:
-            if (refused := self._refused_integer(args, kwargs)) is not None:
+        except (OverflowError, TypeError) as error:
+            if (refused := self._refused(error, args, kwargs)) is not None:
                 raise refused from None
             raise
         if not touches_state(closed_parts(stage.jaxpr)[0].effects):
@@ -255,10 +255,14 @@ class Function(Generic[P, R]):
         remember(ids, self._planner.shared.known_ids)
         return result
 
-    def _refused_integer(self, args: Any, kwargs: Any) -> Exception | None:
-        """Return the error about the argument, an integer of Python, that made JAX raise OverflowError."""
-        leaves = self._static.leaves(args, kwargs)
-        return refusal_of_integers(leaves, functools.partial(self._argument_names, args, kwargs))
+    def _refused(self, error: Exception, args: Any, kwargs: Any) -> Exception | None:
+        """Return the error about the argument that made JAX raise an OverflowError or a TypeError, if one did."""
+        if not isinstance(error, OverflowError | TypeError) or isinstance(error, DflowError):
+            return None
+        leaves, names = self._static.leaves(args, kwargs), functools.partial(self._argument_names, args, kwargs)
+        if isinstance(error, OverflowError):
+            return refusal_of_integers(leaves, names)
+        return refused_argument(error, leaves, names)
 
     def _argument_names(self, args: Any, kwargs: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
         """Return the names, for messages, of the leaves of the arguments that are not static."""

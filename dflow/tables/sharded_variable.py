@@ -42,7 +42,7 @@ from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.context import current_home, spread_here
 from dflow.tracing.state.initial_value import initial_type
-from dflow.tracing.state.resources import Variable, is_variable, name
+from dflow.tracing.state.resources import LEAST_MEMORY, Variable, is_variable, name
 from dflow.tracing.state.row_updates import RowUpdates
 
 #: Most rows of a sharded variable: row numbers are i32.
@@ -117,6 +117,7 @@ class ShardedVariable(RowUpdates):
                 "divide it into several tables",
             )
         parts = [self.layout.part(shard) for shard in range(self.layout.shards)]
+        shares = _shares(name or "unnamed", max_memory, parts, type)
         row_bytes = type.size_bytes // max(1, type.shape[0])
 
         def make(part: AxisSlice, name: str | None) -> Any:
@@ -132,9 +133,9 @@ class ShardedVariable(RowUpdates):
                     dtype=dtype,
                     near=other,
                     trainable=trainable,
-                    max_memory=_share(max_memory, part, type),
+                    max_memory=share,
                 )
-                for part, one, other in zip(parts, named, beside, strict=True)
+                for part, one, other, share in zip(parts, named, beside, shares, strict=True)
             )
             for shard in self.shards if track_changes else ():
                 track_changed_rows(shard)
@@ -405,11 +406,19 @@ class ShardedVariable(RowUpdates):
         )
 
 
-def _share(max_memory: Any, part: AxisSlice, type: ArrayType) -> Any:
-    """Return a shard's share of a limit of memory; what is no number is for the shard to refuse."""
-    if not isinstance(max_memory, int | np.integer) or isinstance(max_memory, bool):
-        return max_memory
-    return int(max_memory) * part.size // max(1, type.shape[part.axis])
+def _shares(name: str, max_memory: Any, parts: Sequence[AxisSlice], type: ArrayType) -> list[int | None]:
+    """Return the shards' shares of a limit of memory. Raises VariableError if one of them is too small."""
+    if max_memory is None:
+        return [None] * len(parts)
+    size, is_number = max(1, type.shape[parts[0].axis]), isinstance(max_memory, int | np.integer)
+    least = max(-(-LEAST_MEMORY * size // max(1, part.size)) for part in parts)
+    if not is_number or isinstance(max_memory, bool) or max_memory < least:
+        each = f" ({LEAST_MEMORY} for each of {len(parts)} shards)" if len(parts) > 1 else ""
+        raise VariableError(
+            f"max_memory of {name!r}: expected a number of bytes, at least {least}{each}, got {max_memory!r}",
+            "give more, or leave it out",
+        )
+    return [int(max_memory) * part.size // size for part in parts]
 
 
 def checked_numbers(numbers: Any, size: int, table: str, noun: str = IDS) -> Any:

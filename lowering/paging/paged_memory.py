@@ -140,7 +140,7 @@ class PagedMemory:
         raise VariableError(
             f"max_memory of {self.name!r}: expected at least {needed} bytes, for its variables of at most "
             f"{LEAST_BYTES} bytes, which stay in memory; got {self.most_bytes}",
-            "give more, or leave max_memory out",
+            "give more, or leave max_memory out; each shard of a table has its share",
         )
 
     def _unpaged_bytes(self) -> int:

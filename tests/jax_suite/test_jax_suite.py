@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.jax_suite.__main__ import main
+from tests.jax_suite.child import last_line
 from tests.jax_suite.compare import Exceptions, FileComparison
 from tests.jax_suite.process import FileRun, Limits, Outcome, run_file
 
@@ -180,3 +181,10 @@ def test_an_exception_of_a_test_that_was_not_selected_is_not_stale() -> None:
     compared, exceptions = [FileComparison("a", passed, passed)], Exceptions({"a::b": "because", "a::c": "because"})
     assert exceptions.stale(compared) == ["a::b", "a::c"]
     assert exceptions.stale(compared, selected=True) == ["a::b"]
+
+
+def test_the_last_line_of_an_error_is_the_one_that_names_it() -> None:
+    text = "    def f():\n>       g()\nE       TypeError: no\nE         more about it\n\nfile.py:3: TypeError"
+    assert last_line(text) == "TypeError: no"
+    assert last_line(f"{text}\n\nDuring handling of the above exception:\nE    KeyError: 'k'") == "KeyError: 'k'"
+    assert last_line("") == ""

@@ -421,8 +421,7 @@ def check_max_memory(variable: Variable) -> None:
     given: Any = variable.max_memory
     if not isinstance(given, int | np.integer) or isinstance(given, bool) or given < LEAST_MEMORY:
         raise VariableError(
-            f"max_memory of {variable.name!r}: expected a number of bytes, at least {LEAST_MEMORY} for a variable or "
-            f"shard, got {given!r}",
+            f"max_memory of {variable.name!r}: expected a number of bytes, at least {LEAST_MEMORY}, got {given!r}",
             "give more, or leave it out",
         )
     if spread_here() is not None:

@@ -187,11 +187,34 @@ def test_tensors_of_pytorch_keep_their_memory_and_bits() -> None:
         list(numpy_batches([numbers.to_sparse()]))
 
 
-def test_a_tensor_in_a_step_says_the_remedy() -> None:
-    torch = pytest.importorskip("torch")
-    with pytest.raises(TypeError) as raised:
-        dflow.jit(lambda batch: batch)(torch.ones(2))
-    assert any("dflow.data.numpy_batches(loader)" in note for note in raised.value.__notes__)
+def of_torch() -> Any:
+    return pytest.importorskip("torch").ones(2)
+
+
+def of_pandas() -> Any:
+    return pytest.importorskip("pandas").DataFrame({"x": [1]})
+
+
+def of_scipy() -> Any:
+    return pytest.importorskip("scipy.sparse").eye_array(3)
+
+
+@pytest.mark.parametrize(
+    ("given", "got", "remedy"),
+    [
+        (of_torch, "Tensor of torch", r"tensor.numpy\(\), .* dflow.data.numpy_batches\(loader\)"),
+        (of_pandas, "DataFrame of pandas", r"dflow.data.batches\(table, size\)"),
+        (of_scipy, "dia_array of scipy", r"matrix.toarray\(\)"),
+    ],
+)
+def test_an_argument_of_another_library_is_named_with_the_remedy(given: Any, got: str, remedy: str) -> None:
+    step, value = dflow.jit(lambda y, batch: batch), given()
+    message = rf"^argument 'batch/x': expected an array, got a {got}\n  at .*test_loaders.py:\d+\n  .*{remedy}"
+    for call in (step, dflow.jit(step)):
+        with pytest.raises(TypeError, match=message) as raised:
+            call(1.0, {"x": value})
+        assert isinstance(raised.value, dflow.DflowError)
+        assert raised.value.__suppress_context__, "JAX's error would be printed before it"
 
 
 DATASET = """

@@ -225,9 +225,10 @@ def test_systems_without_a_hint_or_the_inodes_of_maps(monkeypatch: pytest.Monkey
 
 
 def test_limits_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in ("1 GB", 25 << 20):
-        with pytest.raises(dflow.VariableError, match=f"expected a number of bytes, at least 33554432 .*got {wrong!r}"):
-            dflow.Embedding(ROWS, 16, max_memory=wrong, name="refused")  # type: ignore[arg-type]
+    for wrong, shards, least in ("1 GB", 1, 32 << 20), (25 << 20, 1, 32 << 20), (LIMIT, 4, 128 << 20):
+        message = f"max_memory of 'refused': expected a number of bytes, at least {least}.*, got {wrong!r}"
+        with pytest.raises(dflow.VariableError, match=message):
+            dflow.Embedding(ROWS, 16, max_memory=wrong, shards=shards, name="refused")  # type: ignore[arg-type]
     message = "got a copy or a part in each worker"
     with spreading(lambda variable: None), pytest.raises(dflow.VariableError, match=message):
         dflow.Embedding(ROWS, 16, max_memory=LIMIT, name="spread")
