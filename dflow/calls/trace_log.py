@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from dflow.distributed.training.run_steps import is_in_later_step
 from dflow.tracing.ir.types import type_of_aval
 from dflow.tracing.jax_frontend import abstract, is_array_type, is_resource
 from dflow.tracing.jaxprs.attributes import repr_of
@@ -35,11 +36,20 @@ _remade: weakref.WeakKeyDictionary[CodeType, Counter[Any]] = weakref.WeakKeyDict
 
 #: The type of an array: its dtype, the rows, and the other axes.
 _ROWS = re.compile(r"(\w+\[)([0-9]+)((?:,[0-9,]*)?\])")
+#: The end of a change to an array of two axes or more: its first two sizes.
+_NEW_SIZES = re.compile(r"-> \w+\[([0-9]+),([0-9]+)[^ ]*$")
+#: The first two sizes of arrays in batches of sequences that are padded to a few lengths: no warning is given for them.
+_expected: set[tuple[int, int]] = set()
 LOGGER = logging.getLogger("dflow")
 
 
 class RetraceWarning(UserWarning):
     """Warning that a function is traced again and again; the message has the cause and the remedy."""
+
+
+def expect_sizes(rows: int, lengths: Sequence[int]) -> None:
+    """Give no warnings for traces whose changed arguments are arrays of so many rows and one of these lengths."""
+    _expected.update((rows, int(length)) for length in lengths)
 
 
 @dataclass(frozen=True)
@@ -124,13 +134,35 @@ class TraceLog:
         earlier = [one for one in self.records if (one.is_within, one.is_look) == (is_within, is_look)]
         record = replace(record, changes=_changes(record, earlier))
         self.records.append(record)
-        if not _is_same(record) and sum(not _is_same(one) for one in [*earlier, record]) == WARN_AFTER:
+        if (
+            not _needs_no_warning(record)
+            and sum(not _needs_no_warning(one) for one in [*earlier, record]) == WARN_AFTER
+        ):
             self._warn_of_changes()
         # A call of no user's line is of dflow itself: a server compiles a program for each size of its batches.
-        if earlier and call is not None and not (is_within or is_look or self._has_told_short):
-            self._tell_if_short(earlier, record, call)
+        elif earlier and call is not None and not (is_within or is_look or self._has_told_short):
+            if is_in_later_step():
+                self._warn_in_run(record)
+            else:
+                self._tell_if_short(earlier, record, call)
         if len(self.records) == 1 and self.code is not None and self.made is not None:
             self._count_remaking(self.code, self.made)
+
+    def _warn_in_run(self, record: TraceRecord) -> None:
+        """Warn of a trace that delays a run, once, unless no argument caused it or its lengths are expected."""
+        if _needs_no_warning(record):
+            return
+        self._has_told_short = True
+        are_rows = all(map(_is_of_rows, record.changes))
+        first, more = record.changes[0], len(record.changes) - 1
+        rows = "give all batches one number of rows: dflow.data.batches(..., pad=True or drop_remainder=True)"
+        types = "give all batches one type, and pad sequences to a few lengths: dflow.data.bucket_by_sequence_length"
+        warn_at(
+            record.call,
+            f"{self.name} is traced and compiled again during a run, because of {first}"
+            f"{f' and {more} more' if more else ''} (called at {record.call})\n  {rows if are_rows else types}",
+            RetraceWarning,
+        )
 
     def _tell_if_short(self, earlier: Sequence[TraceRecord], newest: TraceRecord, call: Loc) -> None:
         """Log a warning if the trace is of a batch that has fewer rows than those before, as the last of an epoch."""
@@ -139,7 +171,7 @@ class TraceLog:
                 self._has_told_short = True
                 LOGGER.warning(
                     "%s is traced and compiled again for a batch of %d rows in place of %d (called at %s)\n"
-                    "  leave short batches out, dflow.data.batches(..., drop_remainder=True), or pad them",
+                    "  pad short batches or leave them out: dflow.data.batches(..., pad=True or drop_remainder=True)",
                     *(self.name, *rows, call),
                 )
                 return
@@ -177,6 +209,19 @@ _LOOK = "a strategy looks at the gradients that it gives, before a trace that ru
 def _is_same(record: TraceRecord) -> bool:
     """Whether no argument has caused the trace."""
     return record.changes in {(_SAME,), (_STRATEGY,), (_LOOK,)}
+
+
+def _needs_no_warning(record: TraceRecord) -> bool:
+    """Whether no argument has caused the trace, or one that is padded to one of a few lengths."""
+    sizes = [_NEW_SIZES.search(change) for change in record.changes]
+    return _is_same(record) or all(found and (int(found[1]), int(found[2])) in _expected for found in sizes)
+
+
+def _is_of_rows(change: str) -> bool:
+    """Whether a change is that of the number of rows of an array alone."""
+    before, _, now = change.partition(": ")[2].partition(" -> ")
+    one, other = _ROWS.fullmatch(before), _ROWS.fullmatch(now)
+    return one is not None and other is not None and (one[1], one[3]) == (other[1], other[3])
 
 
 def _changes(new: TraceRecord, earlier: Sequence[TraceRecord]) -> tuple[str, ...]:

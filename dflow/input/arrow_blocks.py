@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dflow.input.column_values import column_values
+from dflow.input.column_values import whole_column
 from dflow.input.file_blocks import Block, Codes, FileBlocks, ReadError, filled_lists
 from dflow.tracing.errors import InputError
 from dflow.tracing.wide_ids import wide_ids
@@ -172,7 +172,7 @@ class _Column:
             values = column.to_numpy(zero_copy_only=False)
             return _hashed(values) if self._name in self._file.options.ids else values
         try:
-            return column_values(column, f"column {self._name!r}")
+            return whole_column(column, f"column {self._name!r}")
         except InputError as error:
             raise self._error(str(error).partition("\n")[0].partition(f"column {self._name!r}: ")[2]) from error
 
@@ -206,7 +206,7 @@ class _Column:
 
     def _lists(self, column: Any) -> Any:
         flat = _whole(column.flatten())
-        values = self._values(flat) if not is_list(flat.type) else column_values(flat, f"column {self._name!r}")
+        values = self._values(flat) if not is_list(flat.type) else whole_column(flat, f"column {self._name!r}")
         counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
         length, sizes = self._length, np.unique(counts)
         if length is None:

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflow.input.column_options import CODES, ColumnOptions
 from dflow.input.columns import Columns, columns_of
+from dflow.input.padding import MASK, filled_up, refuse_entry
 from dflow.input.reading import FileRows
 from dflow.tracing.element_arrays import as_array
 from dflow.tracing.errors import InputError
@@ -33,6 +35,9 @@ def batches(
     seed: int = 0,
     epochs: int | None = 1,
     drop_remainder: bool = False,
+    pad: bool | str = False,
+    missing: Any = None,
+    categories: Any = CODES,
 ) -> Batches:
     """Return an iterable over batches of `size` elements: pytrees of NumPy arrays of shape (size, *element shape).
 
@@ -48,6 +53,15 @@ def batches(
     seed     seed of the order; equal seeds give equal batches
     epochs   number of passes over the data; None repeats it without end
     drop_remainder  whether to drop the last, smaller batch of an epoch; queues with fixed shapes need this
+    pad      True repeats the last row of that batch until it has `size` rows, and adds to each batch a mask, bool
+             (size,), which is False for these: the entry "mask" of a dict, or the one that `pad` names; a further last
+             entry of a tuple; for other data a batch is the tuple (batch, mask)
+    missing  values in place of missing ones: a dict by column, such as {"age": 0, "city": "unknown"}, or one value for
+             data that is one column. It also takes the place of NaN and NaT in these columns
+    categories  "codes" makes int32 codes of columns of categories: positions in the names, which `categories` of the
+             result has by column. "names" makes the names. A dict of names by column, such as the `categories` of other
+             batches, makes codes of its columns, also of strings, by these names; a value that is none of them is
+             missing. In nested data a column's key, here and in `missing`, is the tuple of names that leads to it
 
     Batch `number` of arrays or a sequence is also `batches(...)[number]`, counted over all epochs: for
     `lambda step: data[step]` in the loop of a strategy, whose steps then use the same batches however often they are
@@ -56,15 +70,17 @@ def batches(
     Each element is copied before the next is taken, so an iterable may reuse one buffer. Elements of different dtypes
     are promoted as by `numpy.result_type`. The result may be iterated several times, each time from the beginning.
 
-    Columns keep their dtypes; strings and bytes are objects, categories the values that they stand for. A dataset of
-    HDF5 is read batch by batch; other columns are converted once, without a copy where their library allows that.
+    Columns keep their dtypes; strings and bytes are objects, times with a zone are UTC. Numbers of NumPy, pandas, Arrow
+    and polars stay in their memory, also where that is a mapped file. Columns of HDF5, columns of Arrow and polars in
+    chunks, and their strings, are read batch by batch; others are converted once.
 
     Raises InputError if `size` or `epochs` is not an integer of at least 1, or `data` cannot be shuffled or repeated as
     requested, or has no whole batch to repeat without end; with its name for a column of another number of rows, with
-    missing values (but floats, where they are NaN), or of values other than numbers, strings and bytes; and during
-    iteration, if elements of a batch differ in structure or shape.
+    missing values and no stated one (but floats, where they are NaN, and times, where they are NaT), with a stated one
+    of another type, or of values other than numbers, strings and bytes; for a column that has the name of the mask; and
+    during iteration, if elements of a batch differ in structure or shape.
     """
-    return Batches(data, size, shuffle, seed, epochs, drop_remainder)
+    return Batches(data, size, shuffle, seed, epochs, drop_remainder, pad, ColumnOptions(missing, categories))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +93,8 @@ class Batches:
     seed: int
     epochs: int | None
     drop_remainder: bool
+    pad: bool | str
+    options: ColumnOptions
     #: The orders of the rows in the epochs that `__getitem__` was asked for last.
     _ordered: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
     #: The columns of the data, None if it is elements.
@@ -84,17 +102,29 @@ class Batches:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        object.__setattr__(self, "_columns", columns_of(self.data))
+        object.__setattr__(self, "_columns", columns_of(self.data, (), self.options))
         if self._columns is None:
             _check_elements(self)
         if isinstance(self._columns, FileRows):  # which are opened by the first batch
             _check_files(self)
-        elif self.epochs is None and self.drop_remainder and self._is_indexed() and 0 < self._count() < self.size:
+            return
+        if self.pad and self._columns is not None:
+            refuse_entry(self._columns.tree.unflatten(self._columns.values), self._mask)
+        if self.epochs is None and self.drop_remainder and self._is_indexed() and 0 < self._count() < self.size:
             raise InputError(
                 f"batches without end: expected at least the {self.size} rows of a batch, got {self._count()}",
                 "give a smaller size, or leave drop_remainder out",
                 at=caller(),
             )
+
+    @property
+    def categories(self) -> Mapping[Any, Any]:
+        """The names of each column of codes, by the column: code n of a batch is entry n. Empty without categories."""
+        return dict(self._columns.categories) if isinstance(self._columns, Columns) else {}
+
+    @property
+    def _mask(self) -> str:
+        return self.pad if isinstance(self.pad, str) else MASK
 
     def __iter__(self) -> Iterator[Any]:
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
@@ -142,7 +172,7 @@ class Batches:
         return isinstance(self._columns, FileRows) or (self._is_indexed() and isinstance(self.shuffle, bool))
 
     def _is_indexed(self) -> bool:
-        return self._columns is not None or _is_indexed(self.data)
+        return self._columns is not None or is_indexed(self.data)
 
     def _count(self) -> int:
         return len(self.data) if self._columns is None else self._columns.count
@@ -155,15 +185,15 @@ class Batches:
         if self._columns is None:
             elements = self._elements(order) if self.shuffle is True else iter(self.data)
             if not isinstance(self.shuffle, bool):
-                elements = _drawn(map(_own, elements), int(self.shuffle), np.random.default_rng((self.seed, epoch)))
+                elements = drawn(map(_own, elements), int(self.shuffle), np.random.default_rng((self.seed, epoch)))
             yield from self._stacked(elements)
             return
         if self._is_numbered():
             for first in range(0, self._in_epoch(len(order)) * self.size, self.size):
                 yield self._rows(np.asarray(order[first : first + self.size]))
             return
-        drawn = _drawn(order, self.shuffle, np.random.default_rng((self.seed, epoch)))
-        while group := list(itertools.islice(drawn, self.size)):
+        rows = drawn(order, self.shuffle, np.random.default_rng((self.seed, epoch)))
+        while group := list(itertools.islice(rows, self.size)):
             if len(group) == self.size or not self.drop_remainder:
                 yield self._rows(np.asarray(group))
 
@@ -180,19 +210,22 @@ class Batches:
     def _rows(self, indices: Any) -> Any:
         if self._columns is None:
             return next(self._stacked(self._elements(indices)))
-        return self._columns.rows(indices)
+        return self._filled_up(self._columns.rows(indices), len(indices))
+
+    def _filled_up(self, batch: Any, count: int) -> Any:
+        return filled_up(batch, count, self.size, self._mask) if self.pad else batch
 
     def _elements(self, indices: Iterable[int]) -> Iterator[Any]:
         return (self.data[int(index)] for index in indices)
 
     def _stacked(self, elements: Iterator[Any]) -> Iterator[Any]:
         for first in elements:
-            count, batch = _filled(first, itertools.islice(elements, self.size - 1), self.size)
+            count, batch = stacked(first, itertools.islice(elements, self.size - 1), self.size)
             if count == self.size or not self.drop_remainder:
-                yield batch
+                yield self._filled_up(batch, count)
 
 
-def _drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> Iterator[Any]:
+def drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> Iterator[Any]:
     """Yield the elements in random order, each drawn from a buffer of `size` elements that is then refilled."""
     buffer: list[Any] = []
     for element in elements:
@@ -200,12 +233,12 @@ def _drawn(elements: Iterable[Any], size: int, random: np.random.Generator) -> I
             buffer.append(element)
             continue
         position = int(random.integers(size))
-        drawn, buffer[position] = buffer[position], element
-        yield drawn
+        chosen, buffer[position] = buffer[position], element
+        yield chosen
     yield from (buffer[position] for position in random.permutation(len(buffer)))
 
 
-def _filled(first: Any, others: Iterable[Any], size: int) -> tuple[int, Any]:
+def stacked(first: Any, others: Iterable[Any], size: int) -> tuple[int, Any]:
     """Return the number of elements, at most `size`, and them stacked along a new first axis.
 
     Each element is copied before the next is taken, which may reuse its memory. Raises InputError if its structure or
@@ -249,7 +282,7 @@ def _own(element: Any) -> Any:
     )
 
 
-def _is_indexed(data: Any) -> bool:
+def is_indexed(data: Any) -> bool:
     """Whether `data` has an element for each number below its length."""
     # Those of PyTorch inherit a `__getitem__` that raises.
     is_stream = any(kind.__name__ == "IterableDataset" for kind in type(data).__mro__)
@@ -258,11 +291,17 @@ def _is_indexed(data: Any) -> bool:
 
 
 def _check_numbers(made: Batches) -> None:
-    if not _is_count(made.size):
+    if not is_count(made.size):
         raise InputError(f"batches was given the size {made.size!r}", "give a whole number, from 1")
-    if made.epochs is not None and not _is_count(made.epochs):
+    if made.epochs is not None and not is_count(made.epochs):
         raise InputError(f"batches was given epochs={made.epochs!r}", "give a whole number, or None for no end")
-    if not isinstance(made.shuffle, bool) and not _is_count(made.shuffle):
+    if made.pad and made.drop_remainder:
+        raise InputError(
+            "batches: expected pad or drop_remainder, got both",
+            "leave one out: with drop_remainder=True all batches are full",
+            at=caller(),
+        )
+    if not isinstance(made.shuffle, bool) and not is_count(made.shuffle):
         raise InputError(f"batches was given shuffle={made.shuffle!r}", "give True, False or a buffer's size")
 
 
@@ -278,7 +317,7 @@ def _check_elements(made: Batches) -> None:
     kind = type(made.data).__name__
     if not hasattr(made.data, "__iter__") and not hasattr(made.data, "__getitem__"):
         raise InputError(f"batches: expected arrays or an iterable, got a {kind}", "give arrays, a list or a dataset")
-    if made.shuffle is True and not _is_indexed(made.data):
+    if made.shuffle is True and not is_indexed(made.data):
         raise InputError(
             f"batches was given shuffle=True for a {kind}, whose elements come one by one",
             "give the size of the buffer to shuffle in, shuffle=1000",
@@ -290,5 +329,5 @@ def _check_elements(made: Batches) -> None:
         )
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1

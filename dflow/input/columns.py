@@ -17,7 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflow.input.column_options import ColumnOptions, key_of
 from dflow.input.column_values import column_values, is_array, is_column, is_typed_column, refusal
+from dflow.input.complete_columns import completed
 from dflow.input.reading import FileRows
 from dflow.tracing.column_tables import is_of, is_table
 from dflow.tracing.errors import InputError
@@ -29,33 +31,45 @@ _REMEDY = "give a dict or a tuple of arrays with a value for each row, or a list
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of `count` rows in the containers of the data; a table's are a dict by name."""
+    """Columns of `count` rows in the containers of the data; a table's are a dict by name.
+
+    `categories` has the names of the categories of each column of codes, by the column's key of `ColumnOptions`.
+    """
 
     tree: Any
     values: Sequence[Any]
     count: int
+    categories: Mapping[Any, Any]
 
     def rows(self, numbers: Any) -> Any:
         """Return the rows of these numbers, in the containers of the data."""
         return self.tree.unflatten([column[numbers] for column in self.values])
 
 
-def columns_of(data: Any, path: tuple[Any, ...] = ()) -> Columns | FileRows | None:
+def columns_of(
+    data: Any, path: tuple[Any, ...] = (), options: ColumnOptions | None = None
+) -> Columns | FileRows | None:
     """Return the columns of data, or None if these are elements, one after another; `path` leads to it in messages.
 
-    Raises InputError for columns of different lengths, for a container that has columns and other values, and for a
-    column without a NumPy array for its values.
+    Raises InputError for columns of different lengths, for a container that has columns and other values, for a column
+    without a NumPy array for its values, and for options of columns that the data does not have.
     """
+    options = options or ColumnOptions()
     if isinstance(data, FileRows):
+        options.check_absent("none for files", "give it to dflow.data.read, which fills and finds the values")
         return data
     if not _has_columns(data):
         _refuse_listed(data)
+        options.check_absent(
+            "data with columns, got elements one after another", "give a frame, a dict or a tuple of columns"
+        )
         return None
-    counts: dict[str, int] = {}
-    arranged, has_lists = _arranged(data, path, counts, lists_are_columns=False)
-    if has_lists and len(set(counts.values())) > 1:
-        counts.clear()
-        arranged, _ = _arranged(data, path, counts, lists_are_columns=True)
+    made = _Arrangement(lists_are_columns=False)
+    arranged = made.of(data, path)
+    if made.has_lists and len({column.shape[0] for _, column in made.columns}) > 1:
+        made = _Arrangement(lists_are_columns=True)
+        arranged = made.of(data, path)
+    counts = {_name(path): column.shape[0] for path, column in made.columns}
     if not counts:
         raise InputError(f"batches: expected columns, got a {type(data).__name__} without any", _REMEDY, at=caller())
     if len(set(counts.values())) > 1:
@@ -65,8 +79,15 @@ def columns_of(data: Any, path: tuple[Any, ...] = ()) -> Columns | FileRows | No
             "cut them to one length, or leave out the values that are not columns",
             at=caller(),
         )
-    values, tree = jax.tree_util.tree_flatten(arranged)
-    return Columns(tree, values, next(iter(counts.values())))
+    options.check_names(path for path, _ in made.columns)
+    positions, tree = jax.tree_util.tree_flatten(arranged)
+    values, categories = [], {}
+    for path, column in (made.columns[position] for position in positions):
+        value, names = completed(column, _name(path), path, options)
+        values.append(value)
+        if names is not None:
+            categories[key_of(path)] = names
+    return Columns(tree, values, next(iter(counts.values())), categories)
 
 
 def _has_columns(data: Any) -> bool:
@@ -101,38 +122,39 @@ def _parts_of_node(value: Any) -> list[Any] | None:
     return None if len(parts) == 1 and parts[0] is value else parts
 
 
-def _arranged(data: Any, path: tuple[Any, ...], counts: dict[str, int], *, lists_are_columns: bool) -> tuple[Any, bool]:
-    """Return the containers of data with its columns converted, and whether a list could be one of columns, or of rows.
+class _Arrangement:
+    """The containers of data with their columns converted.
 
-    A list of arrays within a container is itself one, unless `lists_are_columns`: then each is a row. The number of
-    rows of each column is added to `counts`, by its name for messages.
+    A list of arrays within a container is itself one, unless `lists_are_columns`: then each is a row.
+
+    `columns`    the path of each column, and the column; the containers have its position in this list
+    `has_lists`  whether a list could be one of columns, or of rows
     """
-    has_lists = False
 
-    def arranged(data: Any, path: tuple[Any, ...]) -> Any:
-        nonlocal has_lists
+    def __init__(self, *, lists_are_columns: bool) -> None:
+        self._lists_are_columns = lists_are_columns
+        self.columns: list[tuple[tuple[Any, ...], Any]] = []
+        self.has_lists = False
+
+    def of(self, data: Any, path: tuple[Any, ...]) -> Any:
         if is_table(data) or _is_records(data):
-            made = {key: arranged(value, (*path, key)) for key, value in _named_entries(data, path).items()}
+            made = {key: self.of(value, (*path, key)) for key, value in _named_entries(data, path).items()}
             return OrderedDict(made) if isinstance(data, OrderedDict) else made
         is_list = isinstance(data, list) and bool(path) and all(map(is_array, data)) and _is_listed(data)
-        has_lists = has_lists or is_list
-        if isinstance(data, tuple) or (is_list and not lists_are_columns):
-            parts = [arranged(entry, (*path, position)) for position, entry in enumerate(data)]
+        self.has_lists = self.has_lists or is_list
+        if isinstance(data, tuple) or (is_list and not self._lists_are_columns):
+            parts = [self.of(entry, (*path, position)) for position, entry in enumerate(data)]
             return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
-        if not is_column(data):
-            if _parts_of_node(data) is None:
-                raise _no_column(data, path)
-            return jax.tree_util.tree_map_with_path(
-                lambda key, part: arranged(part, (*path, jax.tree_util.keystr(key, simple=True))),
-                data,
-                is_leaf=lambda one: one is not data,
-            )
-        name = _name(path)
-        values = column_values(data, name)
-        counts[name] = len(values)
-        return values
-
-    return arranged(data, path), has_lists
+        if is_column(data):
+            self.columns.append((path, column_values(data, _name(path))))
+            return len(self.columns) - 1
+        if _parts_of_node(data) is None:
+            raise _no_column(data, path)
+        return jax.tree_util.tree_map_with_path(
+            lambda key, part: self.of(part, (*path, jax.tree_util.keystr(key, simple=True))),
+            data,
+            is_leaf=lambda one: one is not data,
+        )
 
 
 def _named_entries(table: Any, path: tuple[Any, ...]) -> dict[Any, Any]:

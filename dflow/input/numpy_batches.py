@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from dflow.input.column_options import NAMES, ColumnOptions
 from dflow.input.column_values import is_typed_column
 from dflow.input.columns import columns_of
 from dflow.tracing.column_tables import is_table, library_of, refuse_table
 from dflow.tracing.element_arrays import as_array
 from dflow.tracing.errors import InputError
 from dflow.tracing.source import caller
+
+#: Each batch has categories of its own, so codes of two batches would differ.
+_OPTIONS = ColumnOptions(categories=NAMES)
 
 
 def numpy_batches(loader: Iterable[Any]) -> NumpyBatches:
@@ -75,6 +79,6 @@ def _converted(value: Any, path: tuple[Any, ...] = ()) -> Any:
             return np.array(value, dtype=object)
         parts = [_converted(inner, (*path, position)) for position, inner in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if (is_table(value) or is_typed_column(value)) and (columns := columns_of(value, path)) is not None:
+    if (is_table(value) or is_typed_column(value)) and (columns := columns_of(value, path, _OPTIONS)) is not None:
         return columns.rows(np.arange(columns.count))
     return as_array(value) if library_of(type(value)) in ("torch", "tensorflow") else value

@@ -104,7 +104,7 @@ class Async(Strategy):
                         break
                     started, pending, is_done = time.perf_counter(), [batch], False
                     step = step_of(range(number, steps.stop), batches)
-                    with contextlib.suppress(StepEnded), step, run.guard.step():
+                    with contextlib.suppress(StepEnded), step, run.guarded_step():
                         try:
                             outcome = run.step(*arguments_of(batch))
                         except StepEnded:

@@ -120,7 +120,7 @@ class AllReduce(Strategy):
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
         # To the end of the loop, since the processes end it together.
-        with run.guard.step():
+        with run.guarded_step():
             yield from self._steps(run)
 
     def _steps(self, run: StrategyRun) -> Iterator[Any]:

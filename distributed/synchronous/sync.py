@@ -93,7 +93,7 @@ class Sync(Strategy):
                     opening = part.next(done)
                     while opening.done < run.steps:
                         batch, started = batches.of(opening.done), time.perf_counter()
-                        with run.guard.step():
+                        with run.guarded_step():
                             outcome, is_fresh = part.run_step(gradients, run.step, batch, opening)
                             step_s, done = time.perf_counter() - started, opening.number
                             self.accepted += is_fresh

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from dflow.distributed.cluster.cluster import Cluster
@@ -14,6 +15,7 @@ from dflow.distributed.process.termination import Terminated, TerminationGuard, 
 from dflow.distributed.training.batch_supply import END, BatchSupply
 from dflow.distributed.training.compiled_step import compiled
 from dflow.distributed.training.open_runs import OpenRun, OpenRuns
+from dflow.distributed.training.run_steps import in_step
 from dflow.tracing.accepted_faults import SHORT, is_accepted
 from dflow.tracing.errors import DflowError, InternalError, StrategyError
 from dflow.tracing.near_names import suggests_keywords
@@ -30,7 +32,7 @@ _run_counts: Counter[tuple[Hashable, str]] = Counter()
 class StrategyRun:
     """One run of a strategy in this process: its name, and the arguments of `Strategy.run`.
 
-    guard   holds SIGTERM back within `guard.step()`, in which each step is called
+    guard   holds SIGTERM back within the context `guarded_step()`, in which each step is called
     opened  `is_at_end` of it is set before the result of the last step is yielded, if the last step is known
     """
 
@@ -40,6 +42,13 @@ class StrategyRun:
     batches: BatchSupply
     guard: TerminationGuard
     opened: OpenRun
+    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
+
+    @contextmanager
+    def guarded_step(self) -> Iterator[None]:
+        """Return the context of one step: SIGTERM waits for its end, and a trace within it is one during the run."""
+        with self.guard.step(), in_step(next(self._numbers)):
+            yield
 
     def calls(self, numbers: Iterable[int]) -> Iterator[Any]:
         """Take a batch for each number, call the step with it, and yield the result of each call.
@@ -50,7 +59,7 @@ class StrategyRun:
         for number in numbers:
             if (batch := self.batches.take(number)) is END:
                 return
-            with self.guard.step():
+            with self.guarded_step():
                 outcome = self.step(*arguments_of(batch))
             self.opened.is_at_end = isinstance(numbers, Sequence) and number == numbers[-1]
             yield outcome
@@ -78,7 +87,7 @@ class Strategy:
     def results(self, run: StrategyRun) -> Iterator[Any]:
         """Yield the result of each step that this worker does in the run: a subclass defines it.
 
-        It calls the steps by `run.calls`, or each step within `run.guard.step()`. Here it raises StrategyError.
+        It calls the steps by `run.calls`, or each step within `run.guarded_step()`. Here it raises StrategyError.
         """
         raise StrategyError(f"{type(self).__name__}: expected a method results, got none", "define results(self, run)")
 

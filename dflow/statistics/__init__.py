@@ -1,0 +1,1 @@
+"""Statistics of data sets, by one process or shared by workers, and layers made of them."""
