@@ -25,9 +25,10 @@ class MemoryCluster:
             f"ps:{index}": start_task(self.network, task_name("ps", index), self.coordinator.address, address="")
             for index in range(ps)
         }
+        self._workers = contextlib.ExitStack()
 
     def worker(self, index: int = 0, settings: ClusterSettings | None = None) -> Cluster:
-        """Join as worker `index`, and return its cluster; close that before this one."""
+        """Join as worker `index`, and return its cluster, which `close` also closes."""
         cluster = join_cluster(
             self.coordinator.address,
             self.network,
@@ -38,10 +39,12 @@ class MemoryCluster:
             settings=settings or ClusterSettings(),
         )
         cluster.server.observer.functions = function_data
+        self._workers.callback(cluster.close)
         return cluster
 
     def close(self) -> None:
-        """End the parameter tasks, then the coordinator."""
+        """Close the workers, then end the parameter tasks and the coordinator."""
+        self._workers.close()
         for task in self.tasks.values():
             task.close()
         self.coordinator.close()

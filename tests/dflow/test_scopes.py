@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import dflow
+from dflow.testing import memory_cluster
 
 CPU = jax.local_devices(backend="cpu")[0]
 
@@ -92,3 +93,11 @@ def test_a_near_name_is_told_for_a_misspelt_option_of_a_kernel() -> None:
         dflow.kernel(lambda x: x, difflable=True)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"kernel was given 3, which is no function\n  at .*:\d+"):
         dflow.kernel(3)  # type: ignore[call-overload]
+
+
+def test_a_cluster_in_memory_leaves_nothing_of_itself_behind() -> None:
+    with memory_cluster(ps=1) as memory:
+        worker = memory.worker()
+    assert worker.coordinator.session.is_closed
+    with pytest.raises(dflow.DeviceError, match="expected a device such as 'gpu:0', got 'gp:1'"), dflow.device("gp:1"):
+        dflow.jit(lambda: jnp.ones(2) + 1)()
