@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +27,9 @@ from dflow.training.generator import Generator
 from dflow.training.group_saving import is_divided
 from dflow.training.optimizer import Optimizer
 
-#: Array names that differ from the variables' names: a mapping or function from variable name to array name.
-Names = Mapping[str, str] | Callable[[str], str]
+#: Array names that differ from the variables' names: a mapping or function from variable name to array name, or pairs
+#: of a regular expression and what replaces each match of it in a variable's name, applied one after another.
+Names = Mapping[str, str] | Callable[[str], str] | Sequence[tuple[str, str]]
 
 _Path = tuple[Any, ...]
 
@@ -121,10 +123,29 @@ def _check_used(named: Mapping[str, NamedArray], names: Names | None, task: str)
 
 
 def _array_name(name: str, names: Names | None) -> str:
-    given: Any = name if names is None else names(name) if callable(names) else names.get(name, name)
+    given: Any = name
+    if callable(names):
+        given = names(name)
+    elif isinstance(names, Mapping):
+        given = names.get(name, name)
+    elif names is not None:
+        given = _replaced(name, names)
     if not isinstance(given, str):
         raise CheckpointError(f"names gives {given!r} for variable {name!r}, a {type(given).__name__}", "give a string")
     return given
+
+
+def _replaced(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    for pair in pairs:
+        try:
+            pattern, replacement = pair
+            name = re.sub(pattern, replacement, name)
+        except (TypeError, ValueError, re.error) as error:
+            raise CheckpointError(
+                f"names: expected pairs of a regular expression and a replacement, got {pair!r}: {error}",
+                "write a list such as [(r'/', '.'), (r'kernel$', 'weight')]",
+            ) from None
+    return name
 
 
 def _entries(tree: Any, task: str) -> Iterator[NamedArray]:

@@ -6,20 +6,24 @@ Invariant: a restore changes all of a process's variables or none.
 from __future__ import annotations
 
 import io
+import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from dflow.lowering.files.array_differences import nearest, order_between, orders_of
 from dflow.lowering.files.array_manifest import damaged
 from dflow.lowering.files.locations import open_arrays
 from dflow.lowering.files.object_path import Location
-from dflow.lowering.files.saved_arrays import SavedArrays
+from dflow.lowering.files.saved_arrays import SavedArrays, transposed
 from dflow.lowering.state_backend import StateBackend
 from dflow.lowering.values.conversion import can_convert
 from dflow.tracing.errors import CheckpointError
@@ -33,15 +37,10 @@ from dflow.training.saving import given_location
 
 #: Most attempts of a restore; each retry is because the checkpoint was replaced during the read.
 _ATTEMPTS = 5
-#: Remedy for arrays of the reverse shape, as PyTorch's linear layers have.
-_TURNED = (
-    "\n  where an array is transposed, as in files of PyTorch, restore it into a variable of its shape, and assign "
-    "that one's transpose: variable.assign(other.T)"
-)
-
-
 #: Most lines of a table in a message.
 _LINES = 60
+#: Most arrays that a remedy for transposed ones names.
+_EXAMPLES = 3
 
 #: The kinds of difference between a checkpoint and variables.
 DIFFERENCES = ("missing", "unexpected", "changed")
@@ -78,14 +77,23 @@ class RestoreReport:
         if not rows:
             return f"{len(self.restored)} arrays restored, and no others"
         table = Table("", "array", "in the checkpoint", "in the variables")
-        for row in rows[:_LINES]:
-            table.add_row(*row)
+        near = [self._nearest(*row) for row in rows[:_LINES]]
+        if any(near):
+            table.add_column("the nearest name")
+        for row, name in zip(rows, near, strict=False):
+            table.add_row(*row, *([name] if any(near) else []))
         text = io.StringIO()
-        longest = max(len(name) for _, name, *_ in rows)
-        Console(file=text, width=max(80, longest + 70), color_system=None, markup=False).print(table)
+        longest = max(len(name) for _, name, *_ in rows) + max(map(len, near))
+        Console(file=text, width=max(80, longest + 90), color_system=None, markup=False).print(table)
         more = f"... and {len(rows) - _LINES} more\n" if len(rows) > _LINES else ""
         lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
         return f"{lines}\n{more}{len(self.restored)} arrays fit"
+
+    def _nearest(self, difference: str, name: str, saved: str, held: str) -> str:
+        """Return the array of the other side that a missing or unexpected one may be, with its type; or nothing."""
+        others = {"missing": self.unexpected, "unexpected": self.missing}.get(difference, {})
+        found = nearest(name, held if difference == "missing" else saved, others)
+        return "" if found is None else f"{found}: {others[found]}"
 
 
 @suggests_keywords
@@ -97,15 +105,23 @@ def restore(
     ignore: Collection[str] = (),
     names: Names | None = None,
     cast: bool = False,
+    transpose: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> RestoreReport:
     """Set variables to the values that `save` wrote, all at one moment; return a report.
 
-    path, variables, names  as for `save`
+    path    as for `save`. It may also be what another library wrote: a folder of Orbax; a file of PyTorch, Keras or
+            HDF5; the prefix of a checkpoint of TensorFlow, a folder with its file `checkpoint`, or a SavedModel.
+            docs/saving.md has the arrays' names in each
+    variables, names  as for `save`
     strict  whether the checkpoint and the variables must have the same arrays; if False, restore the arrays that match
     ignore  differences to allow although `strict` is True: "missing" (a variable without an array in the checkpoint),
             "unexpected" (an array without a variable), "changed" (a different shape, dtype or generator algorithm)
     cast    whether arrays of another dtype than their variables are converted, such as float16 to float32, with
             rounding; not floating-point numbers to integers, nor complex ones to real ones
+    transpose  arrays that are stored with other orders of dimensions than their variables: by a regular expression for
+            the variable's whole name, the order as `numpy.transpose` takes it. The `[out, in]` of PyTorch's `nn.Linear`
+            becomes `[in, out]` by (1, 0), and the `[out, in, height, width]` of `nn.Conv2d` becomes `[height, width,
+            in, out]` by (2, 3, 1, 0)
 
     Each variable keeps its own sharding. All arrays are read and checked before any variable changes, so an error
     leaves every variable as it was; only TaskLost, on a cluster, may leave those of other tasks restored. Generators
@@ -122,7 +138,8 @@ def restore(
     named = named_variables(variables, names, "restore")
 
     def work(before_set: Callable[[], None]) -> RestoreReport:
-        return restore_named(location, named, ignore if strict else DIFFERENCES, casts=cast, before_set=before_set)
+        ignored = ignore if strict else DIFFERENCES
+        return restore_named(location, named, ignored, casts=cast, transpose=transpose, before_set=before_set)
 
     group = group_of(variables_of(named))
     return work(lambda: None) if group is None else restored_together(group, location, [*variables_of(named)], work)
@@ -135,6 +152,7 @@ def restore_named(
     of: Callable[[StateBackend], bool] = lambda backend: True,
     *,
     casts: bool = False,
+    transpose: Mapping[str, Sequence[int]] = MappingProxyType({}),
     before_set: Callable[[], None] = lambda: None,
 ) -> RestoreReport:
     """As `restore`, for the variables of those backends that are `of` it; all are compared with the checkpoint.
@@ -144,6 +162,8 @@ def restore_named(
     for _ in range(_ATTEMPTS):
         files = open_arrays(location)
         named = {_stored(name, files.types): entry for name, entry in named.items()}
+        own_names = {array: entry.name for array, entry in named.items()}
+        files = transposed(files, orders_of(transpose, own_names, files.types))
         report = _compared(files, named, casts)
         if refused := report.refused(ignore):
             raise CheckpointError(_differs(files, named, report, refused))
@@ -235,11 +255,24 @@ def _differs(files: SavedArrays, named: Mapping[str, NamedArray], report: Restor
     """Return the error for differences of the kinds `refused`, with the remedies."""
     pairs = [(files.types[name], named[name].type) for name in report.changed]
     by_dtype = [saved != held and _differs_by_dtype(saved, held) for saved, held in pairs]
-    turned = [saved.shape != held.shape and saved.shape == held.shape[::-1] for saved, held in pairs]
+    turned = {
+        re.escape(named[name].name): order
+        for name in report.changed
+        if (order := order_between(files.types[name].shape, named[name].type.shape)) is not None
+    }
     return (
         f"{files.path} and the variables differ, and nothing is restored{at(caller())}\n{report}\n"
         f"  to restore the arrays that fit, call dflow.restore with ignore={refused!r}; "
         "where names differ alone, give names="
         f"{'; where dtypes differ alone, give cast=True' if any(by_dtype) else ''}"
-        f"{_TURNED if any(turned) else ''}"
+        f"{_turned(turned)}"
     )
+
+
+def _turned(orders: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the remedy for arrays whose shapes differ by the order of their dimensions."""
+    if not orders:
+        return ""
+    more = f" and so on for {len(orders) - _EXAMPLES} more" if len(orders) > _EXAMPLES else ""
+    shown = dict(itertools.islice(orders.items(), _EXAMPLES))
+    return f"; where arrays are transposed, as in files of PyTorch, give transpose={shown}{more}"

@@ -67,8 +67,9 @@ def save(
 
     variables  a pytree of variables, generators and optimizers (meaning their slots); or the name of a container
     overwrite  whether to replace an existing checkpoint, which stays in place until the new one is complete
-    names      array names that differ from the variables' names: a function from variable name to array name, or a
-               dict with only the names that differ
+    names      array names that differ from the variables' names: a function from variable name to array name, a dict
+               with only the names that differ, or pairs of a regular expression and its replacement, such as
+               [("/", "."), ("kernel$", "weight")], applied to each variable's name one after another
     metadata   texts by name for a `.safetensors` file, such as {"format": "pt"}, which some programs ask for
 
     An array's default name is the name passed when its variable, generator or optimizer was created, or else its path

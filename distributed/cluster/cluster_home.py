@@ -217,7 +217,8 @@ class ClusterHome:
             whole = {name for name in held if len(variables[name]) == 1}
             keys = {name: held[name][0].key for name in whole}
             parts = {name: tuple(map(_part_on_task, held[name])) for name in held if name not in whole}
-            messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys, parts)
+            axes = {name: order for name, order in files.axes.items() if name in held}
+            messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys, parts, axes)
 
         def release() -> None:
             with suppress(DflowError):  # a task that is gone has released the values too

@@ -130,6 +130,7 @@ class ReadCheckpoint(Request[Ok], frozen=True):
     `id`         id of the checkpoint at `path`, which every task can access
     `variables`  variable keys by the names of the checkpoint's arrays
     `parts`      variables of the task that have parts of arrays, by the arrays' names
+    `axes`       arrays that are transposed as they are read, each with the order of its stored dimensions
     """
 
     speaker = "origin"
@@ -140,6 +141,7 @@ class ReadCheckpoint(Request[Ok], frozen=True):
     id: str
     variables: dict[str, str]
     parts: dict[str, tuple[VariablePart, ...]] = msgspec.field(default_factory=dict)
+    axes: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class EndRestore(Request[Ok], frozen=True):

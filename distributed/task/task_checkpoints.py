@@ -44,6 +44,7 @@ from dflow.lowering.files.locations import location_of, open_arrays
 from dflow.lowering.files.narrowed_weights import narrowed
 from dflow.lowering.files.object_folder import is_attempt, is_begun
 from dflow.lowering.files.object_path import ObjectPath
+from dflow.lowering.files.saved_arrays import transposed
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, TaskLost, WireError
 from dflow.tracing.ir.types import ArrayType
@@ -219,6 +220,7 @@ class TaskCheckpoints(TaskPart):
             )
         for name in (*message.variables, *message.parts):
             named(files.types, name, f"arrays of {message.path}")
+        files = transposed(files, message.axes)
         parts = {one.key: (name, one.indices) for name, held in message.parts.items() for one in held}
         return self._task.store.read_saved(files, message.variables, parts)
 

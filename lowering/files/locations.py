@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -11,6 +13,9 @@ import tensorstore
 
 from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.files.array_manifest import is_inside
+from dflow.lowering.files.foreign.hdf5_file import KERAS_WEIGHTS, read_hdf5
+from dflow.lowering.files.foreign.tensor_bundle import prefix_of, read_bundle
+from dflow.lowering.files.foreign.torch_file import read_torch
 from dflow.lowering.files.object_path import DRIVERS, Location, ObjectPath
 from dflow.lowering.files.orbax_checkpoint import is_orbax, read_orbax
 from dflow.lowering.files.safetensors_file import SUFFIX, read_safetensors
@@ -61,9 +66,9 @@ def _local(text: str) -> Path:
 
 
 def open_arrays(path: Location | str) -> SavedArrays:
-    """Open the folder, or the file whose name ends in `.safetensors`; a str may be a URL.
+    """Open the folder, or the file of arrays, of whatever library its content is; a str may be a URL.
 
-    Raises as `location_of`, `read_arrays` and `read_orbax` do.
+    Raises as `location_of` and the functions that open each kind do.
     """
     location = location_of(path) if isinstance(path, str) else path
     if isinstance(location, ObjectPath):
@@ -73,7 +78,29 @@ def open_arrays(path: Location | str) -> SavedArrays:
     try:
         return read_arrays(location)
     except NoCheckpoint:
-        location = Path(os.path.realpath(location))
-        if not is_orbax(location):
+        if (found := _foreign(location)) is None:
             raise
-    return read_orbax(location)
+    return found
+
+
+def _foreign(location: Path) -> SavedArrays | None:
+    """Open what another library wrote; None if there is nothing of a known kind."""
+    file = Path(os.path.realpath(location.parent), location.name)  # a link to a file itself is refused
+    if file.is_file() and (read := _reader_of(file)) is not None:
+        return read(file)
+    location = Path(os.path.realpath(location))
+    if (prefix := prefix_of(location)) is not None:
+        return read_bundle(prefix)
+    return read_orbax(location) if is_orbax(location) else None
+
+
+def _reader_of(file: Path) -> Callable[[Path], SavedArrays] | None:
+    """Return what reads a file of this content; None if nothing does."""
+    with open(file, "rb") as opened:
+        first = opened.read(8)
+    if first == b"\x89HDF\r\n\x1a\n":
+        return read_hdf5
+    if first.startswith(b"PK") and zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            return read_hdf5 if KERAS_WEIGHTS in archive.namelist() else read_torch
+    return read_torch if first.startswith(b"\x80") else None
