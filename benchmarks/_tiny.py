@@ -52,6 +52,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "export_size": ({"FORMS": first, "REQUESTS": to(1)}, ("--rows", "1000", "--ps", "1")),
     "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),
     "input": ({"CALLS": to(2)}, (*ONE_ROUND, "--layers", "1")),
+    "keras_fit": ({"PS": to(1)}, (*ONE_ROUND, "--workers", "1", "--batch", "32", "--steps", "2", "--epochs", "2")),
     "language_model": (
         {"PS": first, "SAMPLES": to(4)},
         (*ONE_ROUND, "--words", "50", "--width", "8", "--batch", "2", "--length", "3", "--steps", "2"),

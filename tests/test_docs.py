@@ -36,9 +36,10 @@ NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 OF_DEVICES = {"devices.md"}
 #: Pages about libraries that are not among the dependencies.
 OF_LIBRARIES = {
-    "libraries.md": ("keras", "torch", "grain", "pandas"),
     "clicks.md": ("pandas", "pyarrow"),
     "data.md": ("pandas",),
+    "keras.md": ("keras",),
+    "libraries.md": ("keras", "torch", "grain", "pandas"),
 }
 RUN_HERE = [page for page in PAGES if page.name not in OF_DEVICES or jax.device_count() > 1]
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)

@@ -66,7 +66,8 @@ class Trainer:
 
     step            as for the `run` of a strategy
     strategy        for instance `dflow.distributed.Async(cluster)`, with `cluster = dflow.connect()`
-    evaluation      step and batches for `dflow.evaluate`, whose batches the workers of a cluster share
+    evaluation      step and batches for `dflow.evaluate`, whose batches the workers of a cluster share; or a function
+                    of the number of steps done, called on all workers, whose metrics on one of them are those of all
     evaluate_every  number of steps between evaluations; there is one at the end too
     checkpoints     a manager, which has restored the newest checkpoint already. With `every` a number of steps, the
                     state is saved after each multiple of it, by a time as soon as that has passed; and at the end
@@ -85,7 +86,7 @@ class Trainer:
         step: Callable[..., Any],
         strategy: Strategy,
         *,
-        evaluation: tuple[Callable[..., Any], Any] | None = None,
+        evaluation: tuple[Callable[..., Any], Any] | Callable[[int], Mapping[str, float]] | None = None,
         evaluate_every: int | None = None,
         checkpoints: CheckpointManager | None = None,
         callbacks: Sequence[Callback] = (),
@@ -142,7 +143,7 @@ class Trainer:
                 "expected evaluation= and evaluate_every= together, got one of them",
                 "give evaluation=(step, batches), evaluate_every=1000",
             )
-        if evaluation is not None and not (isinstance(evaluation, tuple) and len(evaluation) == 2):
+        if not (evaluation is None or callable(evaluation) or (isinstance(evaluation, tuple) and len(evaluation) == 2)):
             raise _refusal(f"evaluation: expected a step and batches, got {evaluation!r}", "give (step, batches)")
         if self._evaluate_every is not None and self._evaluate_every < 1:
             raise _refusal(f"evaluate_every: expected at least 1, got {self._evaluate_every}", "give a number of steps")
@@ -158,7 +159,8 @@ class Trainer:
         """Raise TrainingError if the evaluation returns no metric of that name, as far as a batch of it can be seen."""
         stops = [callback for callback in self._callbacks if isinstance(callback, EarlyStopping)]
         best = self._checkpoints.best_metric if self._checkpoints else None
-        if self._evaluation is None or not (stops or best) or (names := metric_names(*self._evaluation)) is None:
+        pair: Any = self._evaluation
+        if not isinstance(pair, tuple) or not (stops or best) or (names := metric_names(*pair)) is None:
             return
         for callback in stops:
             callback.check(names)
@@ -203,6 +205,7 @@ class _TrainingRun:
         self._decisions = SharedDecisions(self._cluster, name, is_together=self._strategy.ends_together)
         self._metrics: dict[str, float] = {}
         self._found: dict[str, float] = {}
+        self._begun: list[tuple[int, int]] = []  # segments, as in `_segments`
         #: Whether the batches have ended before the steps were done, and the error that says so.
         self._has_ended = False
         self._ended: Exception | None = None
@@ -211,13 +214,12 @@ class _TrainingRun:
     def result(self, show: Callable[[int, Mapping[str, float]], None]) -> TrainingResult:
         """Do the steps, and the evaluations and checkpoints between them; `show` shows the progress."""
         self._show = show
-        begun: list[tuple[int, int]] = []
         self._tell_plan()
         self._undone = self._cluster.steps.undone
         for segment in self._segments():
-            begun.append(segment)
+            self._begun.append(segment)
             self._steps(*segment)
-            self._repeat(begun)
+            self._repeat()
             self._look(waits=True)
             self._decide(_point(segment[1]))
             if self._has_reason():
@@ -227,12 +229,12 @@ class _TrainingRun:
                 break
             self._done = segment[1]
             self._end_segment(self._done)
-            self._repeat(begun)
+            self._repeat()
             if self._has_reason():
                 break
         if self._has_reason() and not self._has_ended:
             self._tell_plan(is_over=True)
-        if self._evaluation is not None and not begun and self._first > 0:  # an earlier program did all steps
+        if self._evaluation is not None and not self._begun and self._first > 0:  # an earlier program did all steps
             self._found = self._evaluated(self._done)
         return TrainingResult(self._done, self._metrics, self._found, self._reason)
 
@@ -247,11 +249,11 @@ class _TrainingRun:
         if split_task_name(task)[1] == 0:
             self._cluster.coordinator.tell(TrainingEvent(self.name, task, kind, steps, dict(metrics or {})))
 
-    def _repeat(self, begun: list[tuple[int, int]]) -> None:
+    def _repeat(self) -> None:
         """Do steps again that a return of the tasks to a snapshot has undone, in the last segment and before it."""
         while not self._reason and self._cluster.steps.undone != self._undone:
             self._undone = self._cluster.steps.undone
-            for segment in begun:
+            for segment in self._begun:
                 self._steps(*segment)
                 if self._checkpoints is not None and self._checkpoints.last_step >= segment[1] - 1:
                     self._checkpoints.passed(segment[1] - 1)
@@ -381,6 +383,12 @@ class _TrainingRun:
     def _evaluated(self, stop: int) -> dict[str, float]:
         """Return the results of an evaluation, the same on all workers."""
         assert self._evaluation is not None
+        if callable(self._evaluation):
+            found = self._evaluation(stop)
+            while not self._reason and self._cluster.steps.undone != self._undone:
+                self._repeat()  # the state may have lacked steps
+                found = self._evaluation(stop)
+            return self._decisions.results(f"{_point(stop)}, evaluated", found)
         step, batches = self._evaluation
         # Variables of the workers' own processes are the same in all of them: each evaluates all batches.
         if self._cluster.is_standalone or not is_on_tasks(step, batches):
