@@ -33,6 +33,7 @@ from dflow.keras.live_values import (
 from dflow.keras.metric_totals import VECTOR, MetricTotals
 from dflow.tracing.errors import TrainingError
 from dflow.trainer.callbacks import Callback
+from dflow.trainer.own_evaluation import OwnEvaluation
 from dflow.trainer.trainer import Trainer
 
 #: Methods of a Keras model by which callbacks read or write files.
@@ -107,7 +108,7 @@ class Fit(Callback):
                 trainer = Trainer(
                     plan.step,
                     plan.strategy,
-                    evaluation=self._epoch_logs,
+                    evaluation=OwnEvaluation(self._epoch_logs),
                     evaluate_every=plan.steps,
                     callbacks=[self],
                     progress=False,
@@ -129,8 +130,10 @@ class Fit(Callback):
         if verbose == "auto":  # as under TensorFlow's ParameterServerStrategy
             verbose = 1 if self._plan.strategy.cluster.is_standalone else 2
         is_chief, own = self._words.is_chief, getattr(given, "callbacks", given)
+        # After those that add to the logs, as ReduceLROnPlateau does.
+        last = keras.callbacks.LambdaCallback(on_epoch_end=self._note_logs)
         return keras.callbacks.CallbackList(
-            own if is_chief else None,
+            [*(keras.tree.flatten(own) if own else ()), last] if is_chief else None,
             add_history=True,
             add_progbar=is_chief and verbose != 0,
             model=self._model,
@@ -138,6 +141,9 @@ class Fit(Callback):
             epochs=self._plan.epochs[1],
             steps=self._plan.steps,
         )
+
+    def _note_logs(self, epoch: int, logs: Any) -> None:
+        self._logs = {name: float(value) for name, value in logs.items()}
 
     def _begin(self) -> dict[str, Any]:
         self._callbacks.on_train_begin()
@@ -196,7 +202,7 @@ class Fit(Callback):
             has_stopped = bool(self._model.stop_training)
             if not has_stopped and epoch + 1 < self._plan.epochs[1]:
                 self._callbacks.on_epoch_begin(epoch + 1)
-            return {"logs": {name: float(value) for name, value in logs.items()}, "has_stopped": has_stopped}
+            return {"logs": dict(self._logs), "has_stopped": has_stopped}
 
         word = self._at(f"the end of epoch {epoch}", end)
         if not self._words.is_chief:

@@ -33,6 +33,7 @@ from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller
 from dflow.trainer.callbacks import Callback, EarlyStopping
 from dflow.trainer.evaluation import evaluate, is_on_tasks, metric_names
+from dflow.trainer.own_evaluation import OwnEvaluation
 from dflow.trainer.run_progress import RunningMeans, progress_bar
 from dflow.trainer.shared_decisions import SharedDecisions
 from dflow.training.checkpoint_manager import CheckpointManager
@@ -66,8 +67,7 @@ class Trainer:
 
     step            as for the `run` of a strategy
     strategy        for instance `dflow.distributed.Async(cluster)`, with `cluster = dflow.connect()`
-    evaluation      step and batches for `dflow.evaluate`, whose batches the workers of a cluster share; or a function
-                    of the number of steps done, called on all workers, whose metrics on one of them are those of all
+    evaluation      step and batches for `dflow.evaluate`, whose batches the workers of a cluster share
     evaluate_every  number of steps between evaluations; there is one at the end too
     checkpoints     a manager, which has restored the newest checkpoint already. With `every` a number of steps, the
                     state is saved after each multiple of it, by a time as soon as that has passed; and at the end
@@ -86,7 +86,7 @@ class Trainer:
         step: Callable[..., Any],
         strategy: Strategy,
         *,
-        evaluation: tuple[Callable[..., Any], Any] | Callable[[int], Mapping[str, float]] | None = None,
+        evaluation: tuple[Callable[..., Any], Any] | OwnEvaluation | None = None,
         evaluate_every: int | None = None,
         checkpoints: CheckpointManager | None = None,
         callbacks: Sequence[Callback] = (),
@@ -143,7 +143,8 @@ class Trainer:
                 "expected evaluation= and evaluate_every= together, got one of them",
                 "give evaluation=(step, batches), evaluate_every=1000",
             )
-        if not (evaluation is None or callable(evaluation) or (isinstance(evaluation, tuple) and len(evaluation) == 2)):
+        is_pair = isinstance(evaluation, tuple) and len(evaluation) == 2
+        if not (is_pair or isinstance(evaluation, OwnEvaluation | None)):
             raise _refusal(f"evaluation: expected a step and batches, got {evaluation!r}", "give (step, batches)")
         if self._evaluate_every is not None and self._evaluate_every < 1:
             raise _refusal(f"evaluate_every: expected at least 1, got {self._evaluate_every}", "give a number of steps")
@@ -203,9 +204,8 @@ class _TrainingRun:
         #: A reason of this worker that came after the others had decided to go on; it counts at the next point.
         self._late_reason = ""
         self._decisions = SharedDecisions(self._cluster, name, is_together=self._strategy.ends_together)
-        self._metrics: dict[str, float] = {}
-        self._found: dict[str, float] = {}
-        self._begun: list[tuple[int, int]] = []  # segments, as in `_segments`
+        self._metrics, self._found = dict[str, float](), dict[str, float]()
+        self._begun: list[tuple[int, int]] = []
         #: Whether the batches have ended before the steps were done, and the error that says so.
         self._has_ended = False
         self._ended: Exception | None = None
@@ -383,11 +383,11 @@ class _TrainingRun:
     def _evaluated(self, stop: int) -> dict[str, float]:
         """Return the results of an evaluation, the same on all workers."""
         assert self._evaluation is not None
-        if callable(self._evaluation):
-            found = self._evaluation(stop)
+        if isinstance(self._evaluation, OwnEvaluation):
+            found = self._evaluation.metrics(stop)
             while not self._reason and self._cluster.steps.undone != self._undone:
                 self._repeat()  # the state may have lacked steps
-                found = self._evaluation(stop)
+                found = self._evaluation.metrics(stop)
             return self._decisions.results(f"{_point(stop)}, evaluated", found)
         step, batches = self._evaluation
         # Variables of the workers' own processes are the same in all of them: each evaluates all batches.
