@@ -33,6 +33,7 @@ from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller
 from dflow.trainer.callbacks import Callback, EarlyStopping
 from dflow.trainer.evaluation import evaluate, is_on_tasks, metric_names
+from dflow.trainer.numbered_batches import by_number, check_count, refusal
 from dflow.trainer.own_evaluation import OwnEvaluation
 from dflow.trainer.run_progress import RunningMeans, progress_bar
 from dflow.trainer.shared_decisions import SharedDecisions
@@ -121,9 +122,9 @@ class Trainer:
         remedy = "give dflow.data.batches(data, size, epochs=None), which takes its rows"
         refuse_table("Trainer", batches, remedy, TrainingError)
         first = self._checkpoints.next_step if self._checkpoints else 0
-        _check_count(batches, total * self._strategy.batches_per_step)
+        check_count(batches, total * self._strategy.batches_per_step)
         self._check_metrics()
-        run = _TrainingRun(self, _by_number(batches), name or run_name(self._cluster, "trainer"), first, total)
+        run = _TrainingRun(self, by_number(batches), name or run_name(self._cluster, "trainer"), first, total)
         for callback in self._callbacks:
             callback.on_start(first, self._cluster)
         with progress_bar(run.name, total, first, self._progress) as show:
@@ -139,20 +140,20 @@ class Trainer:
     def _check(self) -> None:
         evaluation: Any = self._evaluation
         if (evaluation is None) != (self._evaluate_every is None):
-            raise _refusal(
+            raise refusal(
                 "expected evaluation= and evaluate_every= together, got one of them",
                 "give evaluation=(step, batches), evaluate_every=1000",
             )
         is_pair = isinstance(evaluation, tuple) and len(evaluation) == 2
         if not (is_pair or isinstance(evaluation, OwnEvaluation | None)):
-            raise _refusal(f"evaluation: expected a step and batches, got {evaluation!r}", "give (step, batches)")
+            raise refusal(f"evaluation: expected a step and batches, got {evaluation!r}", "give (step, batches)")
         if self._evaluate_every is not None and self._evaluate_every < 1:
-            raise _refusal(f"evaluate_every: expected at least 1, got {self._evaluate_every}", "give a number of steps")
+            raise refusal(f"evaluate_every: expected at least 1, got {self._evaluate_every}", "give a number of steps")
         for callback in self._callbacks:
             if not isinstance(callback, Callback):
-                raise _refusal(f"callbacks: expected dflow.Callback, got {callback!r}", "derive its class from it")
+                raise refusal(f"callbacks: expected dflow.Callback, got {callback!r}", "derive its class from it")
             if isinstance(callback, EarlyStopping) and evaluation is None:
-                raise _refusal("expected an evaluation for EarlyStopping, got none", "give evaluation=(step, batches)")
+                raise refusal("expected an evaluation for EarlyStopping, got none", "give evaluation=(step, batches)")
         if self._checkpoints is not None:
             self._check_checkpoints(self._checkpoints)
 
@@ -170,19 +171,19 @@ class Trainer:
 
     def _check_checkpoints(self, manager: CheckpointManager) -> None:
         if not isinstance(manager.every, int) and not self._cluster.is_standalone:
-            raise _refusal(
+            raise refusal(
                 f"checkpoints: expected every= a number of steps on a cluster, got {manager.every!r}",
                 "give CheckpointManager(..., every=1000), after which all workers save the same steps",
             )
         if manager.is_shared and self._strategy.ends_together:
-            raise _refusal(
+            raise refusal(
                 f"checkpoints: expected the variables of each worker for {type(self._strategy).__name__}, got those on "
                 "tasks alone, which would be of later steps than the others after a restart",
                 "give CheckpointManager the dense layers and their optimizer too",
             )
         is_met = isinstance(manager.every, int) and self._evaluate_every and manager.every % self._evaluate_every == 0
         if manager.best_metric is not None and not is_met:
-            raise _refusal(
+            raise refusal(
                 f"checkpoints: expected an evaluation at each checkpoint, for best=({manager.best_metric!r}, ...), got "
                 f"every={manager.every!r} and evaluate_every={self._evaluate_every!r}",
                 "give evaluate_every= that divides every=, or leave best= out",
@@ -470,37 +471,7 @@ def _point(stop: int) -> str:
 
 def _checked_strategy(strategy: Any) -> Strategy:
     if not isinstance(strategy, Strategy):
-        raise _refusal(
+        raise refusal(
             f"strategy: expected a strategy, got {strategy!r}", "give dflow.distributed.Async(dflow.connect())"
         )
     return strategy
-
-
-def _refusal(fact: str, remedy: str) -> TrainingError:
-    return TrainingError(f"Trainer: {fact}", remedy, at=caller())
-
-
-def _check_count(batches: Any, needed: int) -> None:
-    """Raise TrainingError if there are fewer batches than needed, as far as their number is known."""
-    try:
-        count = len(batches)
-    except TypeError:
-        return
-    if count < needed:
-        raise _refusal(
-            f"batches: expected {needed} for all steps, got {count}",
-            "give dflow.data.batches(..., epochs=None), or fewer steps",
-        )
-
-
-def _by_number(batches: Any) -> Callable[[int], Any]:
-    """Return a function of the number of a batch. Raises TrainingError for batches without a number."""
-    if callable(batches):
-        return cast(Callable[[int], Any], batches)
-    if not hasattr(batches, "__getitem__"):
-        raise _refusal(
-            f"batches: expected a function of a number, or batches by number, got a {type(batches).__name__}, whose "
-            "place is lost when the program ends",
-            "give dflow.data.batches of arrays, or a function such as lambda number: data[number]",
-        )
-    return cast(Callable[[int], Any], batches.__getitem__)
