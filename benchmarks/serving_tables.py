@@ -5,16 +5,22 @@ most requests. One export is served with the table in the server, and with the t
 a cache and with one of a tenth and a hundredth of the rows. The servers run at the same time, and are loaded one after
 the other by clients on the same cores, as `benchmarks.serving` has them. `ratio` is the median of the requests/s over
 those of the server that has the table, in the same round; `hits` is the share of rows that came from the cache.
+
+Then a worker trains the same table at two other tasks, by `Async`, and a server looks its rows up there as they change,
+with a cache of a tenth of the rows whose age is at most `AGE_S`. `examples/s` is the speed of the training: without the
+server, beside one that is asked for nothing, and beside one that is loaded by the clients.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 import tempfile
+import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +30,34 @@ import numpy as np
 import dflow
 from benchmarks._paired import in_turn, median_ratio, options, publish
 from benchmarks._serving_load import answer_of, load, port_of, request_of, row, running
+from dflow.dashboard.observing import ClusterObserver
+from dflow.distributed.transport.sockets import SocketTransport
 
 #: Ids in a request, and columns of the table.
 IN_ROW, COLUMNS = 16, 32
 #: Requests that a client repeats, and the exponent of Zipf's law.
 REQUESTS, EXPONENT = 256, 1.2
 HERE = "in the server"
+#: Most age of a row of a table that is trained, in s, and examples of a step that trains it.
+AGE_S, BATCH = 1, 1024
+TRAINING = f"""
+import numpy as np, optax, dflow
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    table = dflow.Embedding(ROWS, {COLUMNS}, name="table", shards=2)
+    optimizer = dflow.Optimizer(optax.adagrad(0.01), [table], name="optimizer")
+
+@dflow.jit
+def step(ids):
+    value, gradients = dflow.value_and_grad(lambda: (table(ids) ** 2).sum(), [table])()
+    optimizer.apply(gradients)
+    return value
+
+drawn = np.random.default_rng(2).zipf({EXPONENT}, (64, {BATCH})) % ROWS
+batches = ((drawn[step % 64].astype(np.int32),) for step in range(10**9))
+for _ in dflow.distributed.Async(cluster).run(step, batches, steps=10**9):
+    pass
+"""
 
 
 def export(path: Path, rows: int) -> None:
@@ -48,15 +76,23 @@ def requests_of(ids: Any) -> list[bytes]:
     return [request_of("binary", "model", tensor, one.tobytes(), ()) for one in ids]
 
 
+def command(stack: ExitStack, *words: str) -> Any:
+    return stack.enter_context(running(sys.executable, "-m", "dflow", *words))
+
+
+def tasks_of(stack: ExitStack, *jobs: str) -> str:
+    """Start a coordinator that expects these jobs, and two tasks; return its address."""
+    expected = [word for job in ("ps=2", *jobs) for word in ("--job", job)]
+    coordinator = command(stack, "coordinator", *expected, "--address", "127.0.0.1:0")
+    address = f"127.0.0.1:{port_of(coordinator, 'on ')}"
+    for index in range(2):
+        command(stack, "task", "--index", str(index), "--coordinator", address)
+    return address
+
+
 def started(stack: ExitStack, path: Path, rows: int) -> Iterator[tuple[str, int]]:
     """Start two tasks and the servers; yield the name and the port of each server."""
-
-    def command(*words: str) -> Any:
-        return stack.enter_context(running(sys.executable, "-m", "dflow", *words))
-
-    address = f"127.0.0.1:{port_of(command('coordinator', '--job', 'ps=2', '--address', '127.0.0.1:0'), 'on ')}"
-    for index in range(2):
-        command("task", "--index", str(index), "--coordinator", address)
+    address = tasks_of(stack)
     at_tasks = ("--tables", address)
     ways = {
         HERE: (),
@@ -64,7 +100,42 @@ def started(stack: ExitStack, path: Path, rows: int) -> Iterator[tuple[str, int]
         **{f"at tasks, 1/{part} cached": (*at_tasks, "--cache-rows", str(rows // part)) for part in (100, 10)},
     }
     for name, words in ways.items():
-        yield name, port_of(command("serve", str(path), "--address", "127.0.0.1:0", *words))
+        yield name, port_of(command(stack, "serve", str(path), "--address", "127.0.0.1:0", *words))
+
+
+def beside_training(path: Path, rows: int, seconds: float, requests: list[list[bytes]], rounds: int) -> list[Any]:
+    """Return the figures of a job that trains without and with a server beside it, and those of the server."""
+    with ExitStack() as stack:
+        address = tasks_of(stack, "worker=1")
+        where = {"DFLOW_COORDINATOR": address, "DFLOW_JOB": "worker", "DFLOW_INDEX": "0"}
+        stack.enter_context(running(sys.executable, "-c", TRAINING.replace("ROWS", str(rows)), **where))
+        transport = SocketTransport()
+        observer = stack.enter_context(closing(ClusterObserver(transport, address)))
+        while observer.status().steps_done < 10:
+            time.sleep(0.1)
+
+        def rate_beside(do: Callable[[], Any]) -> tuple[float, Any]:
+            began, before = time.monotonic(), observer.status().steps_done
+            found = do()
+            steps, took_s = observer.status().steps_done - before, time.monotonic() - began
+            return BATCH * steps / took_s, found
+
+        alone = [rate_beside(lambda: time.sleep(seconds))[0] for _ in range(rounds)]
+        words = ("--tables", address, "--cache-rows", str(rows // 10), "--max-age", str(AGE_S))
+        port = port_of(command(stack, "serve", str(path), "--address", "127.0.0.1:0", *words))
+        answer_of(port, "binary", requests[0][0])
+        ways: dict[str, Callable[[], tuple[float, Any]]] = {
+            "idle": lambda: rate_beside(lambda: time.sleep(seconds)),
+            "loaded": lambda: rate_beside(lambda: load(port, "binary", requests, seconds)),
+        }
+        measured, hits = in_turn(ways, rounds), hits_of(port)
+    idle, loaded = ([one[0] for one in measured[name]] for name in ways)
+    return [
+        {"server": "training alone", "examples/s": statistics.median(alone)},
+        {"server": "of a job, asked for nothing", "examples/s": statistics.median(idle)},
+        row("of a job, 1/10 cached|binary", [one[1] for one in measured["loaded"]], seconds)
+        | {"hits": hits, "examples/s": statistics.median(loaded)},
+    ]
 
 
 def hits_of(port: int) -> float:
@@ -90,6 +161,7 @@ def main() -> None:
         ways = {name: lambda port=port: load(port, "binary", requests, seconds) for name, port in ports.items()}
         measured = in_turn(ways, given.rounds)
         hits = {name: hits_of(port) for name, port in ports.items()}
+        trained = beside_training(path, given.rows, seconds, requests, given.rounds)
     rates = {name: [len(one.times_s) for one in loads] for name, loads in measured.items()}
     publish(
         "serving_tables",
@@ -97,7 +169,8 @@ def main() -> None:
             row(f"{name}|binary", loads, seconds)
             | {"ratio": median_ratio(rates[name], rates[HERE])[0], "hits": hits[name]}
             for name, loads in measured.items()
-        ],
+        ]
+        + trained,
         as_json=given.json,
     )
 

@@ -12,6 +12,7 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.cluster.stock_task import StockTask, serve_task
 from dflow.distributed.snapshots.task_snapshots import TaskSnapshots
 from dflow.distributed.synchronous.step_aggregator import StepAggregator
+from dflow.distributed.task.row_reads import RowReads
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.variable_creation import VariableCreation
@@ -24,6 +25,7 @@ TASK_PARTS: tuple[type[TaskPart], ...] = (
     TaskCheckpoints,
     TaskSnapshots,
     BatchReader,
+    RowReads,
 )
 
 join_cluster = partial(Cluster, parts=TASK_PARTS)

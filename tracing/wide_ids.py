@@ -305,14 +305,16 @@ def _hashes(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
     return np.frombuffer(digests, "<u8").reshape(array.shape)
 
 
-def mixed(high: Any, low: Any) -> jax.Array:
-    """The hash MurmurHash3 of ids, u32[...] like their parts: each bit depends on all bits of the id."""
-    value = jnp.zeros(jnp.shape(low), jnp.uint32)
+def mixed(high: Any, low: Any) -> Any:
+    """The hash MurmurHash3 of ids, u32[...] like their parts: each bit depends on all bits of the id.
+
+    The parts are arrays of u32, of JAX or NumPy, and so is the hash.
+    """
+    value: Any = np.uint32(0)
     for part in (low, high):
-        word = _rotated(jnp.asarray(part, jnp.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+        word = _rotated(part * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
         value = _rotated(value ^ word, 13) * np.uint32(5) + np.uint32(0xE6546B64)
-    found: jax.Array = mixed_bits(value ^ np.uint32(8))
-    return found
+    return mixed_bits(value ^ np.uint32(8))
 
 
 def _rotated(value: Any, bits: int) -> Any:

@@ -65,11 +65,15 @@ def add_commands(parser: argparse.ArgumentParser, dest: str, commands: Iterable[
 
 
 def add_seconds(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup, option: str, default: float, text: str
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    option: str,
+    default: float | None,
+    text: str,
+    usual: str = "",
 ) -> None:
-    """Add an option for a time in s."""
-    help = f"{text} (default: {default:g})"
-    parser.add_argument(option, type=float, default=float(default), metavar="SECONDS", help=help)
+    """Add an option for a time in s; `usual` says what is done by default, if there is no one time."""
+    help = f"{text} (default: {usual or format(default, 'g')})"
+    parser.add_argument(option, type=float, default=default, metavar="SECONDS", help=help)
 
 
 def add_all_tables(parser: argparse._ActionsContainer) -> None:

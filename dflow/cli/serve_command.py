@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import os
 import warnings
 from contextlib import ExitStack, suppress
@@ -17,14 +16,18 @@ from dflow.cli.command import Command, add_seconds, at_least_one, count
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
-from dflow.tracing.errors import ConfigError, RemoteError
+from dflow.tracing.devices.task_name import task_name
+from dflow.tracing.errors import ConfigError, ExportError, RemoteError
 
 if TYPE_CHECKING:
     from dflow.distributed.cluster.cluster import Cluster
     from dflow.distributed.transport.security.policy import SecurityPolicy
     from dflow.serving.model_server import ModelServer
+    from dflow.serving.rows.training_job import TrainingJob
     from dflow.serving.served_version import ServingSettings
 
+#: The job that servers are tasks of, or by whose first task's name they ask.
+SERVERS = "server"
 #: Most servers that are tasks of one cluster.
 _MOST_SERVERS = 100
 
@@ -76,13 +79,21 @@ def _options(parser: argparse.ArgumentParser) -> None:
     tables.add_argument(
         "--tables",
         metavar="HOST:PORT",
-        help="have the ps tasks of the cluster whose coordinator is there hold the tables; each reads its part of DIR, "
-        "and requests fetch the rows that they look up",
+        help="look rows of the tables up at the ps tasks of the cluster whose coordinator is there: as they change, if "
+        "a job trains them there; else the tasks load them, and each reads its part of DIR",
     )
     tables.add_argument(
         "--cache-rows", type=count, default=0, metavar="N", help="keep at most N rows of each table here (default: 0)"
     )
-    add_seconds(tables, "--max-age", math.inf, "fetch a row again when it has been kept for this time")
+    add_seconds(
+        tables, "--max-age", None, "fetch a row again when it has been kept for this time", "10 with a job, else never"
+    )
+    tables.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="the secret of that cluster (default: what --certificates says, else DFLOW_SECRET_FILE)",
+    )
     add_certificates(parser)
 
 
@@ -93,7 +104,7 @@ def _serve(options: argparse.Namespace) -> int:
     # Else gRPC logs each failed TLS handshake, which any client can cause, without a limit.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from dflow.calls.trace_log import RetraceWarning
-    from dflow.distributed.transport.security.configuration import choose_security
+    from dflow.distributed.client.coordinator_client import leave_all
 
     try:
         from dflow.serving.model_server import ModelServer
@@ -108,9 +119,10 @@ def _serve(options: argparse.Namespace) -> int:
     warnings.simplefilter("ignore", RetraceWarning)
     address = _tcp_address("--address", options.address)
     grpc = None if options.grpc is None else _tcp_address("--grpc", options.grpc)
-    security = choose_security(os.environ, certificates=options.certificates)
+    security, to_cluster = _securities(options, address, grpc)
     with ExitStack() as stack:
-        tables = _tables(options, security)
+        with stop.ending(leave_all):
+            tables = None if options.tables is None else _tables(options, to_cluster)
         if tables is not None:
             stack.callback(tables.close)
         server = ModelServer(
@@ -134,9 +146,11 @@ def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError for options without the one that they need, before the wait for a cluster."""
     if options.max_delay_ms is not None and not options.max_batch:
         raise ConfigError("--max-delay-ms is the longest wait for more rows of a batch", "give --max-batch N")
-    if options.tables is None and (options.cache_rows or options.max_age < math.inf):
-        raise ConfigError("--cache-rows and --max-age are for tables at tasks", "give --tables HOST:PORT")
-    if options.max_age < math.inf and not options.cache_rows:
+    if options.tables is None and (options.cache_rows or options.max_age is not None or options.secret_file):
+        raise ConfigError(
+            "--cache-rows, --max-age and --secret-file are for tables at tasks", "give --tables HOST:PORT"
+        )
+    if options.max_age is not None and not options.cache_rows:
         raise ConfigError("--max-age is the longest time that rows are kept, and none are", "give --cache-rows N")
     if options.tables is not None and options.learn:
         raise ConfigError(
@@ -145,7 +159,21 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _settings(options: argparse.Namespace, tables: Cluster | None) -> ServingSettings:
+def _securities(options: argparse.Namespace, *addresses: TcpAddress | None) -> tuple[SecurityPolicy, SecurityPolicy]:
+    """Return the policies towards clients, which are to connect to these addresses, and towards the cluster."""
+    from dflow.distributed.transport.security.configuration import choose_security
+    from dflow.distributed.transport.security.policy import SameMachine
+    from dflow.distributed.transport.security.shared_secret import SharedSecret
+
+    security = choose_security(os.environ, certificates=options.certificates)
+    to_cluster = security if options.secret_file is None else SharedSecret(options.secret_file)
+    is_local = all(address is None or address.is_loopback for address in addresses)
+    if options.tables is not None and is_local and isinstance(security, SharedSecret):
+        security = SameMachine()  # clients of HTTP cannot prove the secret, which is for the cluster
+    return security, to_cluster
+
+
+def _settings(options: argparse.Namespace, tables: Cluster | TrainingJob | None) -> ServingSettings:
     from dflow.serving.served_version import ServingSettings
 
     return ServingSettings(
@@ -176,20 +204,45 @@ def _print_models(server: ModelServer) -> None:
         print(f"gRPC at {server.grpc_address}", flush=True)
 
 
-def _tables(options: argparse.Namespace, security: SecurityPolicy) -> Cluster | None:
-    """Join the cluster that is to hold the tables, as the first task of the job `server` whose name is free.
+def _tables(options: argparse.Namespace, security: SecurityPolicy) -> Cluster | TrainingJob:
+    """Return the job that trains the tables; of a cluster without one a task there, for which the tables are loaded.
 
-    None without `--tables`. Raises as `dflow.connect`.
+    Raises as `dflow.connect`, and SecurityError.
     """
-    if options.tables is None:
-        return None
+    from dflow.distributed.transport.sockets import SocketTransport
+    from dflow.serving.rows.training_job import TrainingJob
+
+    job = TrainingJob(options.tables, SocketTransport(security=security), name=task_name(SERVERS, 0))
+    if job.trains(_names_of_tables(options)):
+        print(f"rows of tables are those of the job at {options.tables}, as they change", flush=True)
+        return job
+    job.close()
+    return _member(options, security)
+
+
+def _names_of_tables(options: argparse.Namespace) -> set[str]:
+    """Return the names of all variables that the exports look rows up in."""
+    from dflow.exporting.export_format import read_manifest
+    from dflow.exporting.task_tables import tables_of
+    from dflow.serving.served_model import find_models, versions_in
+
+    found: set[str] = set()
+    for folder in find_models(options.path, options.name).values():
+        for path in versions_in(folder).values():
+            with suppress(ExportError):  # it is refused when it is loaded
+                found |= tables_of(read_manifest(path))
+    return found
+
+
+def _member(options: argparse.Namespace, security: SecurityPolicy) -> Cluster:
+    """Join the cluster that is to hold the tables, as the first task of the job `server` whose name is free."""
     from dflow.cluster import connect
     from dflow.distributed.cluster.cluster import ClusterSettings
 
     settings = ClusterSettings(step_timeout_s=options.timeout)
     for index in range(_MOST_SERVERS):
         with suppress(RemoteError):  # a live task has the name
-            return connect(options.tables, job="server", index=index, security=security, settings=settings)
+            return connect(options.tables, job=SERVERS, index=index, security=security, settings=settings)
     raise ConfigError(f"--tables: {_MOST_SERVERS} servers are tasks of the cluster at {options.tables} already")
 
 

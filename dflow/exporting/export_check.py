@@ -72,6 +72,12 @@ def _check_lookups(name: str, signature: FunctionSignature, tables: Sequence[str
         raise ValueError(f"{name} looks up in no table, or in one that it writes")
     if any(len(parts_of_type(manifest.variables[table].type)[1]) < 2 for table in tables):
         raise ValueError(f"{name} looks up in a table of fewer than two dimensions")
+    assert signature.lookups is not None
+    for table, how in signature.lookups.id_rows.items():
+        _check_names(f"{name} looks ids up in", [table], tables)
+        _check_names(f"{name} finds ids by", how.variables, signature.variables)
+        if how.settings[2] < 1 or not 0 <= how.first < how.buckets:
+            raise ValueError(f"{name} finds ids of {table!r} in no bucket")
 
 
 def _check_parts(array: str, parts: Collection[PartEntry], manifest: ExportManifest) -> None:
@@ -129,6 +135,7 @@ def check_lookup_programs(
     tables: Sequence[str],
     numbers: jax.export.Exported,
     results: jax.export.Exported,
+    asked: jax.export.Exported | None,
 ) -> None:
     """Raise ValueError unless the inputs and outputs of the programs around lookups are those in the manifest."""
     state = {name: manifest.variables[name].type for name in signature.variables if name not in tables}
@@ -143,7 +150,16 @@ def check_lookup_programs(
     outside = {name: check.type for name, check in signature.checks.items()}
     given = (_types(signature.result), state, *([outside] if outside else []))
     _check_types("gives", given, results.out_tree, results.out_avals)
-    if numbers.nr_devices != 1 or results.nr_devices != 1:
+    if asked is not None:
+        assert signature.lookups is not None
+        _check_types("takes", ((state, constants, *args), named), asked.in_tree, asked.in_avals)
+        pairs = [table in signature.lookups.id_rows for table in tables]
+        due = [
+            f"u32[{','.join([*map(str, one.shape), '2'])}]" if is_pair else str(one)
+            for one, is_pair in zip(found, pairs, strict=True)
+        ]
+        _check_types("gives", due, asked.out_tree, asked.out_avals)
+    if any(one is not None and one.nr_devices != 1 for one in (numbers, results, asked)):
         raise ValueError("it runs on several devices")
 
 

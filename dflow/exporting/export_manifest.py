@@ -12,6 +12,7 @@ import msgspec
 
 from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, leaves_of, parts_of_type, program_leaves_of, text
 from dflow.tracing.rows.axis_slice import AxisSlice
+from dflow.tracing.rows.id_rows import IdRows
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 #: Attributes of `Loaded`, which no function may have as its name.
@@ -48,16 +49,23 @@ class ProgramEntry(msgspec.Struct, frozen=True):
 
 
 class LookupsEntry(msgspec.Struct, frozen=True):
-    """The programs before and after the lookups of a function, and the table of each lookup: a variable's name."""
+    """The programs around the lookups of a function, and the table of each lookup: a variable's name.
+
+    `asked`    the one that gives ids in place of row numbers, for tables with a vocabulary; see `lookup_programs.py`
+    `id_rows`  by the name of each variable that is a shard of such a table
+    """
 
     tables: list[str]
     numbers: ProgramEntry
     results: ProgramEntry
+    asked: ProgramEntry | None = None
+    id_rows: dict[str, IdRows] = {}
 
     @property
     def files(self) -> dict[str, ProgramEntry]:
         """The entries by the end of their files' names, which begin with the signature's. No signature has a dot."""
-        return {".numbers": self.numbers, ".results": self.results}
+        last = {} if self.asked is None else {".asked": self.asked}
+        return {".numbers": self.numbers, ".results": self.results, **last}
 
 
 class FunctionSignature(msgspec.Struct, frozen=True):

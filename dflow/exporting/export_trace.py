@@ -172,8 +172,9 @@ def _made(
         lookups=_lookups(lookups),
     )
     contents = {"": content}
-    if lookups is not None and signature.lookups is not None:
-        contents |= zip(signature.lookups.files, (lookups.numbers, lookups.results), strict=True)
+    if lookups is not None:
+        contents |= {".numbers": lookups.numbers, ".results": lookups.results}
+        contents |= {} if lookups.asked is None else {".asked": lookups.asked}
     return TracedExport(signature, pure, program, contents, {v.name: v for v in (*pure.variables, *returned)})
 
 
@@ -184,7 +185,10 @@ def _entry(content: bytes) -> ProgramEntry:
 def _lookups(programs: LookupPrograms | None) -> LookupsEntry | None:
     if programs is None:
         return None
-    return LookupsEntry([table.name for table in programs.tables], _entry(programs.numbers), _entry(programs.results))
+    asked = None if programs.asked is None else _entry(programs.asked)
+    id_rows = {table.name: how for table in programs.tables if (how := table.hooks.id_rows) is not None}
+    names = [table.name for table in programs.tables]
+    return LookupsEntry(names, _entry(programs.numbers), _entry(programs.results), asked, id_rows)
 
 
 def _size(name: str, check: Any, parameters: Sequence[Parameter]) -> int | str:

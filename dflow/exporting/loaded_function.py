@@ -27,7 +27,7 @@ from dflow.exporting.row_lookups import RowLookups, rows_at
 from dflow.lowering.programs.portable_tree import MismatchError, build, flatten, parts_of_type, plain, program_leaves_of
 from dflow.lowering.values.devices import default_name
 from dflow.tracing.errors import ExportError, SignatureError
-from dflow.tracing.ir.types import DTYPES, array_type_of, dtype_name
+from dflow.tracing.ir.types import DTYPES, ArrayType, array_type_of, dtype_name
 from dflow.tracing.number_range import check_number
 from dflow.tracing.primitives.id_checks import after_id_check
 from dflow.tracing.state.resources import Variable, is_variable
@@ -39,6 +39,7 @@ class LoadedFunction:
     program    the whole program
     lookups    the programs around its lookups, which are called instead: then its tables are not read whole
     variables  those of the export by name, and `constants` the large arrays of the export
+    unread     types of variables that are elsewhere, by name: no result depends on their values
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class LoadedFunction:
         lookups: RowLookups | None,
         variables: Mapping[str, Variable],
         constants: Mapping[str, Any],
+        unread: Mapping[str, ArrayType],
     ) -> None:
         self.name, self.signature, self.lookups, self.variables = name, signature, lookups, variables
-        self._program = program
+        self._program, self._unread = program, unread
         self._positional = [parameter for parameter in signature.parameters if parameter.by != "name"]
         self._arguments = plain(arguments_of(signature.parameters))
         self._python = python_signature(signature.parameters)
@@ -67,14 +69,18 @@ class LoadedFunction:
 
         return compiled(self.name, self.signature, run)
 
-    def numbers(self) -> Function[..., Any]:
-        """Return a compiled function of the same arguments: the numbers of the rows that each lookup asks for."""
+    def numbers(self, *, of_ids: bool = False) -> Function[..., Any]:
+        """Return a compiled function of the same arguments: the numbers of the rows that each lookup asks for.
+
+        of_ids  whether of a lookup in a table with a vocabulary it gives the ids, u32[n, 2]
+        """
         lookups = self._lookups_here()
+        program = lookups.asked if of_ids and lookups.asked is not None else lookups.numbers
 
         def numbers(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = build(self._arguments, iter(self._leaves(args, kwargs)))
             with self._naming_sizes():
-                return lookups.numbers.call(self._state(), self._given, *args, **kwargs)
+                return program.call(self._state(), self._given, *args, **kwargs)
 
         return jit(numbers)
 
@@ -100,7 +106,9 @@ class LoadedFunction:
 
     def _state(self) -> dict[str, Any]:
         tables = () if self.lookups is None else self.lookups.tables
-        return {key: self.variables[key].read() for key in self.signature.variables if key not in tables}
+        unread = {key: jnp.zeros(type.shape, type.dtype) for key, type in self._unread.items()}
+        names = (key for key in self.signature.variables if key not in tables)
+        return {key: unread[key] if key in unread else self.variables[key].read() for key in names}
 
     def _call(self, rows: Callable[..., Sequence[Any]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of a call, and update the variables. `rows` gives those of the lookups, if there are."""

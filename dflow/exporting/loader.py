@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,13 +34,13 @@ from dflow.exporting.export_manifest import (
 from dflow.exporting.loaded_function import LoadedFunction
 from dflow.exporting.row_lookups import RowLookups
 from dflow.exporting.savable_functions import SavableFunctions
-from dflow.exporting.task_tables import at_tasks, tables_of
+from dflow.exporting.task_tables import array_type, at_tasks, beside_tables, no_tables, tables_of
 from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.files.mapped_chunks import LEAST_BYTES
 from dflow.lowering.programs.foreign_program import RefusedCall, bytecode_reader, read_program
 from dflow.lowering.values.first_value import Unshared
 from dflow.tracing.errors import ExportError, WireError
-from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.rows.slices import ArrayPart
@@ -60,11 +60,19 @@ class Loaded(SavableFunctions):
 
     #: The programs around the lookups of functions whose tables are not in this process, by name.
     _lookups: Mapping[str, RowLookups]
+    #: The types of variables of vocabularies whose tables are at a training job, by name.
+    _unread: Mapping[str, ArrayType] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._callers = {
             name: LoadedFunction(
-                name, signature, self._programs[name], self._lookups.get(name), dict(self.variables), self._constants
+                name,
+                signature,
+                self._programs[name],
+                self._lookups.get(name),
+                dict(self.variables),
+                self._constants,
+                self._unread,
             )
             for name, signature in self._manifest.signatures.items()
         }
@@ -119,9 +127,48 @@ def load(
     """
     location = present(path)
     manifest = read_manifest(location)
+    away = _tables_for(tables, location, manifest)
+    is_apart = (tables is not None and not tables.is_standalone) or current_home().shares_names
+    loaded = _loaded(location, manifest, prefix, away, {}, is_apart=is_apart, disabled_checks=disabled_checks)
+    if tables is not None and away:
+        made = at_tasks(tables, location, manifest, away, prefix)
+        loaded = dataclasses.replace(loaded, variables={**loaded.variables, **made})
+    use_beside_namesakes(loaded.variables.values())
+    return loaded
+
+
+def load_beside_job(path: Any, prefix: str) -> Loaded:
+    """Load an export as `load` does, without its tables, which a training job has. Raises ExportError.
+
+    Its functions are called by their `LoadedFunction`s, with the rows of the lookups.
+    """
+    location = present(path)
+    manifest = read_manifest(location)
+    away = tables_of(manifest)
+    if not away:
+        raise no_tables(location)
+    unread = {name: array_type(location, manifest.variables[name].type) for name in beside_tables(location, manifest)}
+    loaded = _loaded(location, manifest, prefix, away, unread, is_apart=True)
+    use_beside_namesakes(loaded.variables.values())
+    return loaded
+
+
+def _loaded(
+    location: Path,
+    manifest: ExportManifest,
+    prefix: str,
+    away: Collection[str],
+    unread: Mapping[str, ArrayType],
+    *,
+    is_apart: bool,
+    disabled_checks: Sequence[export.DisabledSafetyCheck] = (),
+) -> Loaded:
+    """Return the functions of an export without its tables `away`, and without variables that none reads.
+
+    is_apart  whether functions are called by the programs around their lookups
+    """
     _check_precision(location, manifest)
     contents = _contents(location, manifest)
-    away = _tables_for(tables, location, manifest)
     allowed = {target for check in disabled_checks if (target := check.is_custom_call()) is not None}
     with bytecode_reader() as as_text:
         read = partial(read_program, allowed=allowed, as_text=as_text)
@@ -129,11 +176,9 @@ def load(
         lookups = {
             name: _lookups(location, name, contents, manifest, read)
             for name, signature in manifest.signatures.items()
-            if signature.lookups is not None
-            and not signature.vjp_order
-            and (tables is not None or current_home().shares_names)
+            if signature.lookups is not None and not signature.vjp_order and is_apart
         }
-    here = {name: entry for name, entry in manifest.variables.items() if name not in away}
+    here = {name: entry for name, entry in manifest.variables.items() if name not in away and name not in unread}
     parts = {array: divided for array, divided in manifest.parts().items() if here.keys() >= divided.keys()}
     whole = (name for name, entry in here.items() if entry.part is None)
     values = read_values(location, VARIABLES, [*whole, *parts])
@@ -156,10 +201,7 @@ def load(
     for divided in parts.values():
         for name, part in divided.items():
             variables[name].part = ArrayPart(tuple(part.shape), part.indices)
-    if tables is not None and away:
-        variables |= at_tasks(tables, location, manifest, away, prefix)
-    use_beside_namesakes(variables.values())
-    return Loaded(manifest, programs, contents, variables, constants, lookups)
+    return Loaded(manifest, programs, contents, variables, constants, lookups, unread)
 
 
 def _tables_for(cluster: Cluster | None, location: Path, manifest: ExportManifest) -> set[str]:
@@ -168,11 +210,7 @@ def _tables_for(cluster: Cluster | None, location: Path, manifest: ExportManifes
         return set()
     if found := tables_of(manifest):
         return found
-    raise ExportError(
-        f"{location}: expected a table for the tasks to hold: a variable of two dimensions or more that functions only "
-        f"look rows up in, got none",
-        "leave tables out; or export again, if an older dflow has written it",
-    )
+    raise no_tables(location)
 
 
 class _InPlace(TypedInitial):
@@ -239,13 +277,15 @@ def _lookups(
     """Return the programs around the lookups of a function that has some. Raises ExportError."""
     signature = manifest.signatures[name]
     assert signature.lookups is not None
-    numbers, results = (name + end for end in signature.lookups.files)
-    with _naming_file(location, numbers, manifest):
-        before = read(contents[numbers])
-    with _naming_file(location, results, manifest):
-        after = read(contents[results])
-        check_lookup_programs(manifest, signature, signature.lookups.tables, before, after)
-    return RowLookups(signature.lookups.tables, _with_order(name, 0, before), _with_order(name, 0, after))
+    entry, programs = signature.lookups, {}
+    for end in entry.files:
+        with _naming_file(location, name + end, manifest):
+            programs[end] = read(contents[name + end])
+    before, after, asked = programs[".numbers"], programs[".results"], programs.get(".asked")
+    with _naming_file(location, name + ".results", manifest):
+        check_lookup_programs(manifest, signature, entry.tables, before, after, asked)
+    last = None if asked is None else _with_order(name, 0, asked)
+    return RowLookups(entry.tables, _with_order(name, 0, before), _with_order(name, 0, after), last, entry.id_rows)
 
 
 @contextmanager

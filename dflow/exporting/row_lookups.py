@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,16 +13,22 @@ from dflow.tables.routing import route
 from dflow.tables.shard_layout import ShardLayout
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p
+from dflow.tracing.rows.id_rows import IdRows
 from dflow.tracing.state.resources import Variable
 
 
 @dataclass(frozen=True)
 class RowLookups:
-    """The programs of a function around its lookups (`lookup_programs.py`), and the table of each lookup."""
+    """The programs of a function around its lookups (`lookup_programs.py`), and the table of each lookup.
+
+    id_rows  by name, how ids have rows in the tables with a vocabulary
+    """
 
     tables: Sequence[str]
     numbers: export.Exported
     results: export.Exported
+    asked: export.Exported | None = None
+    id_rows: Mapping[str, IdRows] = field(default_factory=dict)
 
 
 def rows_at(table: Variable, numbers: Any) -> Any:
@@ -37,12 +43,3 @@ def rows_at(table: Variable, numbers: Any) -> Any:
     way = route(ShardLayout(table.shape, 1), inside)
     found = first_rows(gather_p.bind(way.rows[0], handle=table.handle, once=True), way.counts[0])
     return jnp.take(found, way.positions, axis=0, mode="clip").reshape(shape)
-
-
-def first_rows_at(table: Variable, numbers: Any, count: Any) -> Any:
-    """Return the rows of a variable at the first `count` (i32[]) of some numbers, i32[n], each of them once.
-
-    Only these travel; the others are zero.
-    """
-    numbers = first_rows(numbers, count, fill=table.shape[0])
-    return first_rows(gather_p.bind(numbers, handle=table.handle, once=True), count)

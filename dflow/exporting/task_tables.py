@@ -31,6 +31,35 @@ def tables_of(manifest: ExportManifest) -> set[str]:
     return found
 
 
+def no_tables(path: Path) -> ExportError:
+    """Return the error for an export without tables that tasks could hold."""
+    return ExportError(
+        f"{path}: expected a table for the tasks to hold: a variable of two dimensions or more that functions only "
+        f"look rows up in, got none",
+        "leave tables out; or export again, and look for a warning that names the reason",
+    )
+
+
+def beside_tables(path: Path, manifest: ExportManifest) -> set[str]:
+    """Return the variables of vocabularies that no function needs if a training job finds the rows of ids.
+
+    Raises ExportError for a function whose ids are not told apart from the rows that they have in the export.
+    """
+    found, others, tables = set[str](), set[str](), tables_of(manifest)
+    for name, signature in manifest.signatures.items():
+        lookups = signature.lookups
+        own = set() if lookups is None else {each for how in lookups.id_rows.values() for each in how.variables}
+        if lookups is not None and own and (lookups.asked is None or lookups.id_rows.keys() - tables):
+            raise ExportError(
+                f"{path}: expected lookups of ids whose rows a training job can find, got {name}, which looks them up "
+                f"in a loop, or whose table or vocabulary is used otherwise too",
+                "look the ids up outside of loops, and export again",
+            )
+        found |= own
+        others |= {*signature.variables} - own
+    return found - others
+
+
 def at_tasks(
     cluster: Cluster, path: Path, manifest: ExportManifest, names: Collection[str], prefix: str
 ) -> dict[str, Variable]:
@@ -45,7 +74,7 @@ def at_tasks(
         with cluster.parameter_servers():
             for name in names:
                 entry = manifest.variables[name]
-                part, type = entry.part, _array_type(path, entry.type)
+                part, type = entry.part, array_type(path, entry.type)
                 array, indices = (name, None) if part is None else (part.array, part.indices)
                 value = StoredValue(path.resolve() / VARIABLES, files.id, array, indices, type)
                 # The files' id tells the variables from those of another export that was at this path.
@@ -76,7 +105,8 @@ def forget(variables: Iterable[Variable], reason: str) -> None:
             continue
 
 
-def _array_type(path: Path, text: str) -> ArrayType:
+def array_type(path: Path, text: str) -> ArrayType:
+    """Return the type of a variable by its text in a manifest. Raises ExportError for that of no array."""
     try:
         type = parse_type(text)
     except ParseError as error:

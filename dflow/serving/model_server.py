@@ -96,19 +96,23 @@ class ModelServer:
             listener = listeners.enter_context(bound_socket(address, "give another --address, or port 0"))
             # gRPC makes its own socket, beside this one, which holds the port until then.
             other = listeners.enter_context(bound_socket(grpc, "give another --grpc, or port 0")) if grpc else None
-            self.models = {
-                model: ServedModel(model, folder, settings, metrics.batch, report) for model, folder in folders.items()
-            }
-            _check_one_is_served(self.models)
-            metrics.models = self.models
-            self._service = InferenceService(self.models, settings, metrics, lambda model: model.renew(self._swap))
-            context = None if certificates is None else certificates.server_context
-            self._server = HttpServer(HttpApi(self._service, names).app, context, limits, lifespan="off")
-            self._grpc = GrpcServer(self._service, certificates, limits)
-            #: Where gRPC is answered; None if it is not.
-            self.grpc_address = TcpAddress(grpc.host, other.getsockname()[1]) if grpc and other else None
-            self.url = f"{'https' if context else 'http'}://{TcpAddress(address.host, listener.getsockname()[1])}"
-            self._start(socket.socket(fileno=listener.detach()))
+            self.models: dict[str, ServedModel] = {}
+            try:
+                for model, each in folders.items():
+                    self.models[model] = ServedModel(model, each, settings, metrics.batch, report)
+                _check_one_is_served(self.models)
+                metrics.models = self.models
+                self._service = InferenceService(self.models, settings, metrics, lambda model: model.renew(self._swap))
+                context = None if certificates is None else certificates.server_context
+                self._server = HttpServer(HttpApi(self._service, names).app, context, limits, lifespan="off")
+                self._grpc = GrpcServer(self._service, certificates, limits)
+                #: Where gRPC is answered; None if it is not.
+                self.grpc_address = TcpAddress(grpc.host, other.getsockname()[1]) if grpc and other else None
+                self.url = f"{'https' if context else 'http'}://{TcpAddress(address.host, listener.getsockname()[1])}"
+                self._start(socket.socket(fileno=listener.detach()))
+            except BaseException:
+                self._end_versions(_LEAST_S)
+                raise
 
     def _start(self, listener: socket.socket) -> None:
         """Start the threads, and return when connections are accepted."""
@@ -141,11 +145,7 @@ class ModelServer:
         self._loop.call_soon_threadsafe(self._service.abandon)
         self._watching.join(_until(deadline))
         if is_clean:
-            versions = [model.current for model in self.models.values() if model.current]
-            closed = [version.close(_until(deadline)) for version in versions]
-            is_clean = all(closed)
-            for version in versions if self._tables is not None else ():
-                version.free()  # the memory of tasks
+            is_clean = self._end_versions(_until(deadline))
         # Before the end of the loop, which waits for clients to read their answers.
         is_saved = self._save()
         self._server.should_exit = True
@@ -156,6 +156,14 @@ class ModelServer:
                 self._loop.call_soon_threadsafe(self._drop_connections)
             self._serving.join(_LOOP_S)
         return is_saved and is_clean and not self._watching.is_alive()
+
+    def _end_versions(self, timeout_s: float) -> bool:
+        """Answer the requests that wait, and free the memory of tasks; return whether the requests were in time."""
+        versions = [model.current for model in self.models.values() if model.current]
+        closed = [version.close(timeout_s) for version in versions]
+        for version in versions if self._tables is not None else ():
+            version.free()
+        return all(closed)
 
     def _drop_connections(self) -> None:
         """Abort the connections of clients that do not read, and what is left of handlers; then the loop ends."""

@@ -19,25 +19,33 @@ import jax.numpy as jnp
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.exporting.export_format import read_manifest
 from dflow.exporting.export_manifest import wide_arrays
-from dflow.exporting.loader import load
-from dflow.exporting.task_tables import forget
+from dflow.exporting.loaded_function import LoadedFunction
+from dflow.exporting.loader import Loaded, load, load_beside_job
+from dflow.exporting.task_tables import array_type, forget, tables_of
 from dflow.serving.request_batches import BatchObserver, RequestQueue, batch_sizes
 from dflow.serving.row_check import ROWS, dependence_of_rows
+from dflow.serving.rows.table_rows import FetchingFunction, TableRows
+from dflow.serving.rows.task_rows import TableShard, TablesOfCluster, TaskRows
+from dflow.serving.rows.training_job import TrainingJob
 from dflow.serving.signature_tensors import SignatureTensors
-from dflow.serving.table_rows import FetchingFunction, TableRows
 from dflow.serving.tensors import zeros
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import ConfigError, ExportError
+from dflow.tracing.rows.id_rows import IdRows
+from dflow.tracing.rows.slices import ArrayPart
+from dflow.tracing.state.resources import Variable
 
 #: Threads that call a function without batches: one prepares and answers while the other waits for the device.
 _THREADS = 2
+#: Longest time that a row of a training job is used, in s, if nothing else is asked for.
+JOB_AGE_S = 10.0
 #: Numbers of loads. A version whose files were replaced is loaded again beside its earlier self.
 _loads = count(1)
 
 
 def _prefix(settings: ServingSettings) -> str:
     """Return the start of the variables' names, which differ at tasks from those of other servers."""
-    return "" if settings.tables is None else f"{short_task_name(settings.tables.task)}/"
+    return f"{short_task_name(settings.tables.task)}/" if isinstance(settings.tables, Cluster) else ""
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,11 @@ class ServingSettings:
     max_bytes    most bytes of a request
     timeout_s    longest time until a request's computation begins
     learn        whether functions that write variables are served
-    tables       cluster whose parameter tasks hold the tables, see `dflow.load`; None to hold them here
+    tables       cluster whose parameter tasks are to hold the tables, see `dflow.load`; or a training job, whose tables
+                 are looked up in as they change; None to hold them here
     cache_rows   with `tables`, most rows of each table that are kept here
-    max_age_s    with `tables`, longest time that such a row is used
+    max_age_s    with `tables`, longest time that such a row is used; by default `JOB_AGE_S` for those of a job, and
+                 for ever for others
 
     raises  ConfigError for a number below its least value, and for `learn` with `tables`
     """
@@ -63,14 +73,14 @@ class ServingSettings:
     max_bytes: int = 64 << 20
     timeout_s: float = 30.0
     learn: bool = False
-    tables: Cluster | None = None
+    tables: Cluster | TrainingJob | None = None
     cache_rows: int = 0
-    max_age_s: float = math.inf
+    max_age_s: float | None = None
 
     def __post_init__(self) -> None:
         least = {"max_batch": 0, "max_delay_s": 0, "max_queue": 1, "max_bytes": 1, "cache_rows": 0, "max_age_s": 0}
         for name, number in least.items():
-            if not getattr(self, name) >= number:
+            if not (getattr(self, name) is None or getattr(self, name) >= number):
                 raise ConfigError(f"{name}: expected at least {number}, got {getattr(self, name)}", "give a larger one")
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s: expected a time above 0, got {self.timeout_s}", "give one in seconds")
@@ -79,6 +89,18 @@ class ServingSettings:
                 "learn: expected tables in this process, got tables at tasks, which lose what calls write",
                 "leave out one of --learn and --tables",
             )
+
+    @property
+    def age_s(self) -> float:
+        """The longest time that a row is used."""
+        usual = JOB_AGE_S if isinstance(self.tables, TrainingJob) else math.inf
+        return usual if self.max_age_s is None else self.max_age_s
+
+
+def _shard(path: Path, loaded: Loaded, name: str, id_rows: IdRows | None) -> TableShard:
+    entry = loaded._manifest.variables[name]
+    part = None if entry.part is None else ArrayPart(tuple(entry.part.shape), entry.part.indices)
+    return TableShard(name, array_type(path, entry.type), part, id_rows)
 
 
 class ServedVersion:
@@ -95,8 +117,14 @@ class ServedVersion:
         self._precision = partial(jax.enable_x64, True) if wide_arrays(read_manifest(path)) else nullcontext
         # A prefix for each load: other versions and models may have variables of these names, of other shapes.
         prefix = f"{_prefix(settings)}{model}/{number}/load_{next(_loads)}/"
+        tables = settings.tables
         with self._precision():
-            self.number, self._loaded = number, load(path, prefix=prefix, tables=settings.tables)
+            self.number = number
+            if isinstance(tables, TrainingJob):
+                self._loaded = load_beside_job(path, prefix)
+            else:
+                self._loaded = load(path, prefix=prefix, tables=tables)
+        self._tables: TablesOfCluster | None = None
         #: The rows of the tables that are at tasks; None if there are none.
         self.rows: TableRows | None = None
         self.refused: dict[str, str] = {}
@@ -105,11 +133,9 @@ class ServedVersion:
         #: Held by each call that writes variables.
         self._writing = threading.Lock()
         try:
-            lookups = [one.lookups for one in self._loaded._callers.values() if one.lookups is not None]
-            if lookups:
-                names = dict.fromkeys(name for one in lookups for name in one.tables)
-                tables = {name: self._loaded.variables[name] for name in names}
-                self.rows = TableRows(tables, settings.cache_rows, settings.max_age_s)
+            if tables is not None and any(one.lookups is not None for one in self._loaded._callers.values()):
+                shards, reader, here = self._reader(path, tables)
+                self.rows = TableRows(shards, reader, here, settings.cache_rows, settings.age_s)
             self._functions = {name: self._function(name) for name in self._loaded.signatures}
             self.queues = self._queues(model, path, settings, observe)
         except BaseException:
@@ -152,13 +178,31 @@ class ServedVersion:
     @property
     def is_lost(self) -> bool:
         """Whether a task has lost rows of the tables, so that the version must be loaded again."""
-        return self.rows is not None and self.rows.is_lost
+        return self._tables is not None and self._tables.is_lost
+
+    def _reader(
+        self, path: Path, tables: Cluster | TrainingJob
+    ) -> tuple[list[TableShard], TaskRows, dict[str, Variable]]:
+        """Return the tables of the functions, a reader of their rows, and the variables of those that are here."""
+        lookups = [one.lookups for one in self._loaded._callers.values() if one.lookups is not None]
+        names = dict.fromkeys(name for one in lookups for name in one.tables)
+        variables = self._loaded.variables
+        if isinstance(tables, TrainingJob):
+            id_rows = {name: how for one in lookups for name, how in one.id_rows.items()}
+            shards = [_shard(path, self._loaded, name, id_rows.get(name)) for name in names]
+            here = {name: variables[name] for name in names if name in variables}
+            return shards, tables.rows([shard for shard in shards if shard.name not in here]), here
+        away = tables_of(self._loaded._manifest)
+        self._tables = TablesOfCluster(tables, variables)
+        reader = TaskRows(tables.transport, tables.task, self._tables)
+        here = {name: variables[name] for name in names if name not in away}
+        return [_shard(path, self._loaded, name, None) for name in names], reader, here
 
     def _function(self, name: str) -> Any:
-        caller = self._loaded._callers[name]
+        caller: LoadedFunction = self._loaded._callers[name]
         if self.rows is None or caller.lookups is None:
             return self._loaded[name]
-        return FetchingFunction(caller, self.rows)
+        return FetchingFunction(caller, self.rows, of_ids=self._tables is None)
 
     def save(self, path: Path) -> None:
         """Write the functions with the present values of the variables; calls go on. Raises as `Loaded.save`."""
@@ -175,6 +219,8 @@ class ServedVersion:
 
     def free(self) -> None:
         """Free the values of the variables; no call is in progress, and none may follow."""
+        if self.rows is not None:
+            self.rows.close()
         forget(self._loaded.variables.values(), f"is gone: version {self.number} was unloaded")
 
     def _count_update(self) -> None:
@@ -206,7 +252,8 @@ class ServedVersion:
         elif tensors.batch is not None:
             found = None
             if settings.max_batch > 1:
-                found = dependence_of_rows(tensors, self._functions[name], min(ROWS, settings.max_batch))
+                with nullcontext() if self.rows is None else self.rows.held_still():
+                    found = dependence_of_rows(tensors, self._functions[name], min(ROWS, settings.max_batch))
             if found is None:
                 return settings.max_batch
             reason = found

@@ -82,7 +82,7 @@ def grow(table: ShardedVariable, config: Vocabulary, initial: Callable[[], Any],
 
 def _refuse_other_settings(table: ShardedVariable, config: Vocabulary, record_name: str) -> None:
     """Raise VariableError if the table's record has other settings: those of the first process that made it."""
-    own = [EVICTIONS.index(config.evict), config.admit_after, config.bucket, config.expire_after or 0]
+    own = [*config.numbers]
     record = Variable(np.array(own, np.uint32), name=record_name, near=table.shards[0], trainable=False)
     record.is_saved = False
     evict, admit_after, bucket, expire_after = first = np.asarray(record.read()).tolist()

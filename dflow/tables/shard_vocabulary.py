@@ -40,6 +40,7 @@ from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.ir.each_once import mixed_bits
 from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.primitives.running_sums import running_sums
+from dflow.tracing.rows.id_rows import IdRows
 from dflow.tracing.rows.lookups import RowsFound
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.state.variable_hooks import VariableHooks
@@ -89,6 +90,8 @@ class ShardVocabulary(VariableHooks):
         self._seen_of_table = seen
         self._row_count = shard.shape[0]
         self._own_buckets = self._row_count // (config.bucket + 1)
+        beside = (self._ids.name, self._born.name, self._seen.name, ledger.name)
+        self.id_rows = IdRows(config.numbers, *buckets, *beside)
         #: The slots of the shard's optimizers, whose rows begin again with those of the shard.
         self._slots: list[weakref.ref[Any]] = []
         #: Number of refused ids that was last warned of.

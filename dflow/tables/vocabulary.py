@@ -64,6 +64,11 @@ class Vocabulary:
                 "give the number of updates after which an id that is not used loses its row",
             )
 
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """The settings as integers: the number of `evict` in `EVICTIONS`, and 0 without `expire_after`."""
+        return EVICTIONS.index(self.evict), self.admit_after, self.bucket, self.expire_after or 0
+
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

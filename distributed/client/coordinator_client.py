@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import weakref
 from collections.abc import Callable, Iterable
 
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
-from dflow.distributed.coordinator.membership import FINISHED
+from dflow.distributed.coordinator.membership import FINISHED, STOPPED
 from dflow.distributed.coordinator.progress_watch import describe_task
 from dflow.distributed.coordinator.task_totals import largest
+from dflow.distributed.process.stop_signal import Stopped
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
@@ -34,8 +36,19 @@ ANSWER_S = 30.0
 AGREE_S = 600.0
 #: The coordinator enforces a barrier's timeout; the client waits this much longer for its answer.
 BARRIER_GRACE_S = 5.0
+#: Longest wait of a stopping process for the coordinator to confirm that it leaves, in s.
+LEAVE_S = 1.0
 #: Deadline of the health request that adds detail to an error, in s.
 DESCRIBE_S = 1.0
+
+#: The clients of this process.
+_clients: weakref.WeakSet[CoordinatorClient] = weakref.WeakSet()
+
+
+def leave_all() -> None:
+    """End the connections of all clients of this process; their tasks leave as stopped. For `StopSignal.ending`."""
+    for client in list(_clients):
+        client.leave(STOPPED, timeout_s=LEAVE_S)
 
 
 class CoordinatorClient:
@@ -71,6 +84,7 @@ class CoordinatorClient:
         )
         #: Send the coordinator a notification; does not wait, and is dropped before `join` and during an outage.
         self.tell = self.session.tell
+        _clients.add(self)
         self.session.open(timeout_s)
 
     # Being a task.
@@ -107,8 +121,10 @@ class CoordinatorClient:
     def leave(self, reason: str = FINISHED, *, timeout_s: float = 5.0) -> None:
         """Send a last heartbeat, leave the cluster and close; does not raise when the coordinator has gone.
 
-        Waits at most `timeout_s` for a coordinator that is away, which would otherwise declare this task dead.
+        Waits at most `timeout_s` for a coordinator that is away, which would otherwise declare this task dead. A
+        process that a signal ends in its wait for others leaves as stopped, whatever the reason.
         """
+        reason = STOPPED if Stopped.was_raised else reason
         if self.task and not self.session.is_closed:
             self._beat()
             with contextlib.suppress(DflowError):
@@ -116,8 +132,11 @@ class CoordinatorClient:
         self.close(reason)
 
     def close(self, reason: str = "closed by this side") -> None:
-        """End the connection for good; a task that has joined then leaves with a fault. A second call does nothing."""
-        self.session.close(reason)
+        """End the connection for good; a task that has joined then leaves with a fault. A second call does nothing.
+
+        For the reason of a process that a signal ends, see `leave`.
+        """
+        self.session.close(STOPPED if Stopped.was_raised else reason)
 
     # Requests.
 

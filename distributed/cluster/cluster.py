@@ -111,8 +111,8 @@ class Cluster:
         self.index = index
         #: Whether this is the only task for good.
         self.is_standalone = is_standalone
-        #: The variables of this process.
-        self.store = store
+        #: The variables of this process, and its connections.
+        self.store, self.transport = store, transport
         self.settings = settings
         #: The objects that subjects keep for this cluster, by the function that made each.
         self._parts: dict[Callable[[Cluster], Any], Any] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.client.coordinator_client import LEAVE_S, CoordinatorClient, leave_all
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.cluster.joined_server import joined_server, task_metrics
 from dflow.distributed.coordinator.membership import STOPPED
@@ -40,8 +40,6 @@ from dflow.tracing.ir.types import ArrayType
 
 LOGGER = logging.getLogger("dflow")
 
-#: Longest wait of a stopping task for the coordinator to confirm that it leaves, in s.
-LEAVE_S = 1.0
 #: Longest wait of a task that SIGTERM ends for a snapshot of its state, in s; many environments kill it 30 s later.
 NOTICE_S = 20.0
 
@@ -112,10 +110,12 @@ def serve_task(
 
     It also ends, as by a fault, when the coordinator is lost for `give_up_s`. With `snapshots`, SIGTERM ends it when a
     snapshot has its state, or after `NOTICE_S`, with the status of a process that SIGTERM ended.
+    A signal while it joins raises `Stopped` with that status.
 
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
-    stock = StockTask(transport, task, coordinator, address, parts=parts, give_up_s=give_up_s, snapshots=snapshots)
+    with stop.ending(leave_all, 0 if snapshots is None else TERMINATED):
+        stock = StockTask(transport, task, coordinator, address, parts=parts, give_up_s=give_up_s, snapshots=snapshots)
     endpoint = MetricsEndpoint(partial(task_metrics, stock.server), metrics) if metrics else None
     if endpoint is not None:
         print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)

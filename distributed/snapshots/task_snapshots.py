@@ -266,7 +266,7 @@ class TaskSnapshots(TaskPart):
         self._store.replace({name: value for name, value in part.known.items() if name not in message.unsaved})
         resources = (one for one in part.resources if one.created.name not in message.unsaved)
         self._resources.return_to(resources, part.contents)
-        for one in self._parts_with_state():
+        for one in self._server.parts:
             one.return_to(part.copies.get(one.saved_as, ()), message.epoch)
 
     def _parts_with_state(self) -> list[TaskPart]:

@@ -39,7 +39,7 @@ class TaskPart:
         return ()
 
     def return_to(self, copy: Iterable[Any], epoch: int) -> None:
-        """Return to a copy of the part's state, empty for a task without one.
+        """Return to a copy of the part's state, empty for a task or part without one, after the variables have.
 
         epoch  number of returns of all tasks to a snapshot, including this one
         """

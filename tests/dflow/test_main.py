@@ -86,6 +86,19 @@ def test_a_coordinator_says_first_where_it_listens_and_ends_quietly_at_sigterm(t
         assert spawned.finish() == (0, line)
 
 
+@pytest.mark.parametrize(
+    ("words", "end"), [("task --snapshots . --index 0 --coordinator", 143), ("serve . --tables", 0)]
+)
+def test_a_wait_for_a_coordinator_ends_at_sigterm(words: str, end: int, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        with Spawned("-m", "dflow", *words.split(), where, *(["."] * (end == 0)), cwd=tmp_path) as spawned:
+            silent.accept()[0].close()
+            spawned.process.send_signal(signal.SIGTERM)
+            assert spawned.finish() == (end, "")
+
+
 @pytest.mark.parametrize("command", ["coordinator", "task"])
 def test_an_address_that_is_taken_is_said_with_the_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(make_coordinator(SocketTransport(), "127.0.0.1:0", {"ps": 1})) as there:

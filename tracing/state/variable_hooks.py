@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from dflow.tracing.rows.id_rows import IdRows
 from dflow.tracing.rows.lookups import RowsFound
 
 
@@ -20,6 +21,8 @@ class VariableHooks:
 
     #: The variables that a checkpoint of this one has too, by the end of their names.
     saved: Mapping[str, Any] = MappingProxyType({})
+    #: How ids have their rows in the variable; None for one whose rows have fixed numbers.
+    id_rows: IdRows | None = None
 
     def restored(self) -> None:
         """Note that the variable, and those of `saved`, have values of a checkpoint."""

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.exporting.task_tables import forget as free
-from dflow.serving import served_version
-from dflow.serving.row_cache import RowCache
+from dflow.serving import model_server, served_version
+from dflow.serving.rows.row_cache import RowCache
 from dflow.serving.served_version import ServingSettings
 from dflow.testing import MemoryCluster, memory_cluster
 from tests.dflow.serving.inference_client import call, infer, json_input
@@ -125,7 +125,7 @@ def test_a_server_loads_the_tables_of_a_task_that_has_left_again(path: Path) -> 
             cluster.tasks["ps:0"].close()
             status, body, headers = infer(server.url, "m", request(*ARGUMENTS))
             assert (status, headers["retry-after"]) == (503, "1")
-            assert "/job:ps/task:0 has left" in body["error"]
+            assert "ps:0 has left" in body["error"]
             assert call(server.url, "/v2/repository/models/m/load", b"{}")[0] == 200
             np.testing.assert_allclose(answer(server.url, ARGUMENTS), here(*ARGUMENTS), rtol=1e-6)
 
@@ -161,12 +161,15 @@ def test_a_silent_task_is_asked_once_to_free_tables(path: Path, cluster: Any, mo
     assert sorted(filter(None, asked)) == ["/job:ps/task:0", "/job:ps/task:1"]
 
 
-def test_a_version_that_fails_leaves_no_table_at_tasks(path: Path, cluster: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("module", "name"), [(served_version, "TableRows"), (model_server, "HttpServer")])
+def test_a_server_that_fails_leaves_no_table_at_tasks(
+    module: Any, name: str, path: Path, cluster: Any, monkeypatch: Any
+) -> None:
     stores = [task.server.store for task in cluster[0].tasks.values()]
     before = [{*store.keys()} for store in stores]
-    monkeypatch.delattr(served_version, "TableRows")  # used after the load
-    with pytest.raises(NameError):
-        served_version.ServedVersion("m", 1, path, ServingSettings(tables=cluster[1]), lambda *_: None)
+    monkeypatch.delattr(module, name)  # used after the load
+    with pytest.raises(NameError), served(path, ServingSettings(tables=cluster[1])):
+        pass
     assert [{*store.keys()} for store in stores] == before
 
 

@@ -66,6 +66,11 @@ def test_random_steps_do_as_the_model(trained: tuple[GrowingTable, Any], batches
         assert made.owners() == model.owners()
     check(made, model)
     np.testing.assert_allclose(made.table(np.array(ids)), model.rows[[*map(model.row, ids)]], rtol=1e-5, atol=1e-6)
+    # As a task finds them for a server, without a step.
+    hooks, wide = made.table.shards[0].hooks, dflow.wide_ids(np.array(batches, np.int64).reshape(-1))
+    held = {one.name: np.asarray(one.read()) for one in (*hooks.saved.values(), hooks.ledger)}
+    found = hooks.id_rows.find(np.stack([wide.high, wide.low], 1), lambda name, rows: held[name][rows])
+    assert found.tolist() == [model.row(id) for ids in batches for id in ids]
 
 
 def batches(count: int = 8) -> Iterator[Any]:

@@ -24,8 +24,9 @@ class RowCache:
     def __init__(self, capacity: int, shape: Sequence[int], dtype: Any, max_age_s: float) -> None:
         self._max_age_s, self._lock = max_age_s, threading.Lock()
         self._rows = np.zeros((capacity, *shape), dtype)
-        self._ids = np.full(capacity, -1, np.int64)
-        self._asked_s = np.zeros(capacity)
+        self._ids = np.zeros(capacity, np.int64)
+        #: Of a position without a row, since ever.
+        self._asked_s = np.full(capacity, -np.inf)
         self._was_used = np.zeros(capacity, bool)
         self._positions: dict[int, int] = {}
         self._hand = 0
@@ -36,8 +37,15 @@ class RowCache:
     def oldest_s(self, now_s: float) -> float:
         """Return the age of the oldest row that may be returned, in s; 0 if there is none."""
         with self._lock:
-            ages = now_s - self._asked_s[self._ids >= 0]
+            ages = now_s - self._asked_s[self._asked_s > -np.inf]
             return float(ages[ages <= self._max_age_s].max(initial=0))
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        with self._lock:
+            self._positions.clear()
+            self._asked_s[:] = -np.inf
+            self._was_used[:] = False
 
     def find(self, ids: npt.NDArray[Any], now_s: float) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
         """Return the rows of ids, and whether each is here; the others are zero."""
@@ -68,7 +76,7 @@ class RowCache:
             self._was_used[self._hand] = False
             self._hand = (self._hand + 1) % len(self._ids)
         position, self._hand = self._hand, (self._hand + 1) % len(self._ids)
-        if (evicted := int(self._ids[position])) >= 0:
+        if self._positions.get(evicted := int(self._ids[position])) == position:
             del self._positions[evicted]
         self._ids[position], self._positions[id], self._was_used[position] = id, position, True
         return position

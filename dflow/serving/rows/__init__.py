@@ -1,0 +1,1 @@
+"""Rows of tables at tasks, for the functions that a server of models calls."""
