@@ -105,6 +105,8 @@ def _serve(options: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from dflow.calls.trace_log import RetraceWarning
     from dflow.distributed.client.coordinator_client import leave_all
+    from dflow.distributed.cluster.cluster import Cluster
+    from dflow.distributed.process.dump_signal import dump_on_signal
 
     try:
         from dflow.serving.model_server import ModelServer
@@ -121,10 +123,12 @@ def _serve(options: argparse.Namespace) -> int:
     grpc = None if options.grpc is None else _tcp_address("--grpc", options.grpc)
     security, to_cluster = _securities(options, address, grpc)
     with ExitStack() as stack:
-        with stop.ending(leave_all):
-            tables = None if options.tables is None else _tables(options, to_cluster)
-        if tables is not None:
+        tables = None
+        if options.tables is not None:
+            tables = stop.until_done(lambda: _tables(options, to_cluster), leave_all)
             stack.callback(tables.close)
+        if isinstance(tables, Cluster):
+            dump_on_signal(tables.flights.dump_soon)  # which only the main thread can
         server = ModelServer(
             options.path,
             address,

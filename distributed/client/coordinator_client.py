@@ -18,7 +18,6 @@ from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import FINISHED, STOPPED
 from dflow.distributed.coordinator.progress_watch import describe_task
 from dflow.distributed.coordinator.task_totals import largest
-from dflow.distributed.process.stop_signal import Stopped
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
@@ -40,13 +39,12 @@ BARRIER_GRACE_S = 5.0
 LEAVE_S = 1.0
 #: Deadline of the health request that adds detail to an error, in s.
 DESCRIBE_S = 1.0
-
 #: The clients of this process.
 _clients: weakref.WeakSet[CoordinatorClient] = weakref.WeakSet()
 
 
 def leave_all() -> None:
-    """End the connections of all clients of this process; their tasks leave as stopped. For `StopSignal.ending`."""
+    """Close all clients of this process, also while another thread joins by one; their tasks leave as stopped."""
     for client in list(_clients):
         client.leave(STOPPED, timeout_s=LEAVE_S)
 
@@ -121,10 +119,8 @@ class CoordinatorClient:
     def leave(self, reason: str = FINISHED, *, timeout_s: float = 5.0) -> None:
         """Send a last heartbeat, leave the cluster and close; does not raise when the coordinator has gone.
 
-        Waits at most `timeout_s` for a coordinator that is away, which would otherwise declare this task dead. A
-        process that a signal ends in its wait for others leaves as stopped, whatever the reason.
+        Waits at most `timeout_s` for a coordinator that is away, which would otherwise declare this task dead.
         """
-        reason = STOPPED if Stopped.was_raised else reason
         if self.task and not self.session.is_closed:
             self._beat()
             with contextlib.suppress(DflowError):
@@ -132,11 +128,8 @@ class CoordinatorClient:
         self.close(reason)
 
     def close(self, reason: str = "closed by this side") -> None:
-        """End the connection for good; a task that has joined then leaves with a fault. A second call does nothing.
-
-        For the reason of a process that a signal ends, see `leave`.
-        """
-        self.session.close(STOPPED if Stopped.was_raised else reason)
+        """End the connection for good; a task that has joined then leaves with a fault. A second call does nothing."""
+        self.session.close(reason)
 
     # Requests.
 

@@ -128,8 +128,6 @@ class CoordinatorSession:
         self._down_since_s: float | None = None
         self._down_reason = ""
         self._member: Join | None = None
-        #: A Join that the program awaited no longer.
-        self._withdrawn: Join | None = None
         self._join_ask = REJOIN
         #: Deadline of the answer to a Join; None while none is open.
         self._join_by_s: float | None = None
@@ -264,7 +262,7 @@ class CoordinatorSession:
         self._ended = failure
         commands: list[SessionCommand] = []
         if self._link is not None:
-            member = (self._member if self._is_in else None) or self._withdrawn
+            member = self._member if self._is_in else None
             last = None if member is None else Leave(member.task, reason)
             commands.append(EndLink(self._link, reason, last))
         commands += [Settle(ask, failure) for ask in self._asks]
@@ -301,8 +299,7 @@ class CoordinatorSession:
         self._asks.pop(ask, None)
         if self._member is None or ask != self._join_ask:
             return []
-        # The coordinator may have taken it in, and would miss its heartbeats.
-        self._member, self._withdrawn = None, self._member
+        self._member = None
         return [] if self._link is None else [*self._up(at_s), *self._send_all()]
 
     def answered(self, at_s: float, link: int, ask: int, message: Message) -> list[SessionCommand]:

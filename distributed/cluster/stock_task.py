@@ -110,12 +110,15 @@ def serve_task(
 
     It also ends, as by a fault, when the coordinator is lost for `give_up_s`. With `snapshots`, SIGTERM ends it when a
     snapshot has its state, or after `NOTICE_S`, with the status of a process that SIGTERM ended.
-    A signal while it joins raises `Stopped` with that status.
+    A signal while it joins raises SystemExit with that status.
 
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
-    with stop.ending(leave_all, 0 if snapshots is None else TERMINATED):
-        stock = StockTask(transport, task, coordinator, address, parts=parts, give_up_s=give_up_s, snapshots=snapshots)
+    stock = stop.until_done(
+        lambda: StockTask(transport, task, coordinator, address, parts=parts, give_up_s=give_up_s, snapshots=snapshots),
+        leave_all,
+        0 if snapshots is None else TERMINATED,
+    )
     endpoint = MetricsEndpoint(partial(task_metrics, stock.server), metrics) if metrics else None
     if endpoint is not None:
         print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)

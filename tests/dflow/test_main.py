@@ -93,7 +93,7 @@ def test_a_wait_for_a_coordinator_ends_at_sigterm(words: str, end: int, tmp_path
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
         where = f"127.0.0.1:{silent.getsockname()[1]}"
-        with Spawned("-m", "dflow", *words.split(), where, *(["."] * (end == 0)), cwd=tmp_path) as spawned:
+        with Spawned("-m", "dflow", *words.split(), where, cwd=tmp_path) as spawned:
             silent.accept()[0].close()
             spawned.process.send_signal(signal.SIGTERM)
             assert spawned.finish() == (end, "")
