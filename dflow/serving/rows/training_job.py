@@ -53,8 +53,6 @@ class TrainingJob(TableLocations):
         self._client = CoordinatorClient(transport, address, name=name, timeout_s=timeout_s, settings=_SESSION)
         self._until_s = time.monotonic() + START_S
         self._look_now, self._is_closed = threading.Event(), False
-        #: Why the coordinator did not answer the last question; empty if it did.
-        self._away = ""
         try:
             self._see(self._client.ask(GetStatus(), timeout_s))
         except BaseException:
@@ -166,7 +164,7 @@ class TrainingJob(TableLocations):
         workers = {task for task in (*self._live, *self._left, *self._expected) if _trains(task)}
         if workers and all(task in self._left and self._left[task].left in NORMAL_ENDS for task in workers):
             return "; the job has ended"
-        return f"; the job has ended, or its coordinator is away: {self._away}" if self._away else ""
+        return "; the job has ended, or its coordinator is away" if self._is_away else ""
 
     def _watch(self) -> None:
         while not self._is_closed:
@@ -174,15 +172,16 @@ class TrainingJob(TableLocations):
             self._look_now.clear()
             try:
                 self._see(self._client.ask(GetStatus(), LOOK_S))
-            except DflowError as error:
-                self._away = str(error).partition("\n")[0]
+            except DflowError:
+                self._is_away = True
 
     def _see(self, status: Status) -> None:
         self._variables: Mapping[str, VariableInfo] = {info.name: info for info in status.variables}
         newest = _newest(status.tasks)
         self._live = {task: info for task, info in newest.items() if info.left_at_s is None}
         self._left = {task: info for task, info in newest.items() if info.left_at_s is not None}
-        self._expected, self._away = status.expected, ""
+        #: The tasks that are expected, and whether the coordinator did not answer since.
+        self._expected, self._is_away = status.expected, False
 
 
 def _newest(tasks: Iterable[TaskInfo]) -> dict[str, TaskInfo]:
