@@ -220,7 +220,7 @@ class ServedVersion:
     def free(self) -> None:
         """Free the values of the variables; no call is in progress, and none may follow."""
         if self.rows is not None:
-            self.rows.close()
+            self.rows.tasks.close()
         forget(self._loaded.variables.values(), f"is gone: version {self.number} was unloaded")
 
     def _count_update(self) -> None:

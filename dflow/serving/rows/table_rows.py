@@ -69,7 +69,7 @@ class TableRows:
         max_age_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shards, self._tasks, self._clock = {shard.name: shard for shard in shards}, tasks, clock
+        self._shards, self.tasks, self._clock = {shard.name: shard for shard in shards}, tasks, clock
         self._here = {name: variable for name, variable in here.items() if name in self._shards}
         self._caches = self._new_caches(cache_rows, max_age_s)
         #: By table.
@@ -96,10 +96,6 @@ class TableRows:
             yield
         finally:
             self._caches = before
-
-    def close(self) -> None:
-        """End the connections to tasks."""
-        self._tasks.close()
 
     def find(self, names: Sequence[str], numbers: Sequence[Any]) -> list[npt.NDArray[Any]]:
         """Return the rows of lookups: of each the variable, and integers of any shape, or ids, u32[..., 2].
@@ -136,9 +132,9 @@ class TableRows:
             found[name], is_here = caches[self._shards[name].table].find(one.keys, now)
             missing[name] = ~is_here
         asked = {self._shards[name]: one.asked[missing[name]] for name, one in wanted.items() if missing[name].any()}
-        new = self._tasks.read(asked) if asked else {}
+        new = self.tasks.read(asked) if asked else {}
         with self._lock:
-            is_valid = self._tasks.changes == changes
+            is_valid = self.tasks.changes == changes
             for shard, rows in new.items():
                 found[shard.name][missing[shard.name]] = rows
                 if is_valid:
@@ -151,7 +147,7 @@ class TableRows:
 
     def _now_valid(self) -> int:
         """Drop rows that are those of the tasks no more; return the number of changes until now."""
-        changes = self._tasks.changes
+        changes = self.tasks.changes
         if changes != self._changes:
             with self._lock:
                 for cache in self._caches.values():
