@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.errors import InputError
-from dflow.tracing.ir.each_once import mixed_bits
 from dflow.tracing.jax_frontend import argument_of
 
 
@@ -303,19 +302,3 @@ def _hashes(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
         ) from None
     digests = b"".join([hash(text, digest_size=8).digest() for text in texts])
     return np.frombuffer(digests, "<u8").reshape(array.shape)
-
-
-def mixed(high: Any, low: Any) -> Any:
-    """The hash MurmurHash3 of ids, u32[...] like their parts: each bit depends on all bits of the id.
-
-    The parts are arrays of u32, of JAX or NumPy, and so is the hash.
-    """
-    value: Any = np.uint32(0)
-    for part in (low, high):
-        word = _rotated(part * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
-        value = _rotated(value ^ word, 13) * np.uint32(5) + np.uint32(0xE6546B64)
-    return mixed_bits(value ^ np.uint32(8))
-
-
-def _rotated(value: Any, bits: int) -> Any:
-    return (value << bits) | (value >> (32 - bits))

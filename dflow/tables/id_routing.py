@@ -14,8 +14,9 @@ import numpy as np
 
 from dflow.tables.routing import Route, cells_of
 from dflow.tracing.ir.each_once import representatives
+from dflow.tracing.ir.id_hash import mixed
 from dflow.tracing.primitives.first_rows import first_rows
-from dflow.tracing.wide_ids import WideIds, mixed
+from dflow.tracing.wide_ids import WideIds
 
 
 def route_ids(bounds: Sequence[int], ids: WideIds) -> Route:

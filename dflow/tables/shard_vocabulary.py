@@ -37,14 +37,13 @@ from dflow.tables.id_routing import bucket_of
 from dflow.tables.vocabulary import ShardRows, Vocabulary, VocabularyCounts
 from dflow.tracing.devices.device import WITH_CALLER, device_scope, with_state
 from dflow.tracing.errors import GraphTypeError
-from dflow.tracing.ir.each_once import mixed_bits
+from dflow.tracing.ir.id_hash import mixed, mixed_bits
 from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.primitives.running_sums import running_sums
 from dflow.tracing.rows.id_rows import IdRows
 from dflow.tracing.rows.lookups import RowsFound
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.state.variable_hooks import VariableHooks
-from dflow.tracing.wide_ids import mixed
 
 LOGGER = logging.getLogger("dflow")
 #: Number of new ids that get rows together: a step takes as long for them as there are blocks of these. XLA makes two

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.tracing.ir.id_hash import mixed_bits
+
 #: Cells of the hash table for each number, at the least. With 2, fewer than two numbers in five need a second round.
 ROOM = 2
 
@@ -47,10 +49,3 @@ def representatives(numbers: Any, is_wanted: Any = None, *, upper: Any = None) -
     wanted = -1 if is_wanted is None else jnp.where(is_wanted, -1, positions)
     found, _ = jax.lax.while_loop(is_open, one_round, (jnp.broadcast_to(wanted, (count,)), jnp.int32(0)))
     return found
-
-
-def mixed_bits(value: Any) -> Any:
-    """A hash of u32[...], of the same shape: the finaliser of MurmurHash3."""
-    value = (value ^ (value >> 16)) * np.uint32(0x85EBCA6B)
-    value = (value ^ (value >> 13)) * np.uint32(0xC2B2AE35)
-    return value ^ (value >> 16)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dflow.tracing.wide_ids import mixed
+from dflow.tracing.ir.id_hash import mixed
 
 
 class IdRows(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from dflow.tracing.ir.each_once import mixed_bits
+from dflow.tracing.ir.id_hash import mixed_bits
 from dflow.tracing.rows.slices import ArrayPart
 
 _WORD = 2**32

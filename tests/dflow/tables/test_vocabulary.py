@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.testing import memory_cluster
+from dflow.tracing.ir.id_hash import mixed
 from dflow.tracing.state.context import spreading
-from dflow.tracing.wide_ids import mixed
 from tests.dflow.tables.vocabulary_model import RATE, VocabularyModel, murmur3
 from tests.dflow.tables.vocabulary_program import GrowingTable
 from tests.effort import examples
