@@ -11,6 +11,9 @@ from typing import Any
 from dflow.tracing.errors import DflowError, InputError
 from dflow.tracing.source import caller
 
+#: Classes of pyarrow with columns by name.
+_ARROW_TABLES = ("Table", "RecordBatch", "Dataset")
+
 
 def is_of(value: Any, library: str, *names: str) -> bool:
     """Return whether a value is an object of one of these classes of a library, or of a class derived from them."""
@@ -26,7 +29,7 @@ def is_table(value: Any) -> bool:
     """Return whether a value has columns by name."""
     kind = type(value)  # a lazy frame warns when its own attributes are looked at
     is_foreign = hasattr(kind, "__dataframe__") or (hasattr(kind, "columns") and hasattr(kind, "dtypes"))
-    return is_foreign or isinstance(value, Mapping) or is_of(value, "pyarrow", "Table", "RecordBatch")
+    return is_foreign or isinstance(value, Mapping) or is_of(value, "pyarrow", *_ARROW_TABLES)
 
 
 def refuse_table(door: str, data: Any, remedy: str, error: type[DflowError] = InputError) -> None:

@@ -43,10 +43,10 @@ def batches(
 
     data     columns, whose rows are the elements: an array, tensor, Series, Arrow array or dataset of HDF5 (along axis
              0), a dict or tuple of them and of lists of values, a DataFrame of pandas or polars, a table of Arrow, a
-             file of HDF5 or of NumPy's arrays, an array of records, files by `dflow.data.read`. A batch of a table is a
-             dict of arrays by name. Or a list or another sequence of elements, such as a map-style dataset of PyTorch,
-             Grain or Hugging Face; or any other iterable of elements. Each element is a pytree of arrays, tensors and
-             numbers
+             dataset of Arrow, which is read into memory, a file of HDF5 or of NumPy's arrays, an array of records,
+             files by `dflow.data.read`. A batch of a table is a dict of arrays by name. Or a list or another sequence
+             of elements, such as a map-style dataset of PyTorch, Grain or Hugging Face; or any other iterable of
+             elements. Each element is a pytree of arrays, tensors and numbers
     shuffle  True draws a new random order of the rows, or of a sequence, for each epoch. An integer is the size of the
              buffer from which each next element is drawn at random; another iterable needs this form. For files it is
              the number of rows that are permuted together

@@ -239,7 +239,8 @@ def _of_polars(column: Any, name: str) -> Any:
         if column.null_count():
             raise missing_values(name, int(np.argmax(column.is_null().to_numpy())), column.null_count())
         return _of_list(column.to_list(), name)
-    if not kind.startswith(("Int", "UInt", "Float", "Boolean", "Date", "Duration", "String", "Binary")):
+    plain = ("Int", "UInt", "Float", "Boolean", "Date", "Duration", "String", "Binary")
+    if not kind.startswith(plain) or kind.endswith("128"):
         return np.array([*column.to_list(), None], object)[:-1]
     if column.n_chunks() == 1 and not column.null_count() and not kind.startswith(("String", "Binary")):
         return column.to_numpy()
@@ -368,10 +369,14 @@ def missing_values(name: str, row: int, count: int | None = None) -> InputError:
     many = (
         "a value is missing" if count is None else f"{count} values are missing" if count > 1 else "1 value is missing"
     )
+    key = name.removeprefix("column ")
+    if key.endswith("]"):  # of nested data
+        key = f"({key[:-1].replace('][', ', ').replace('[', ', ', 1)})"
+    stated = "missing=value" if name == "the data" else f"missing={{{key}: value}}"
     return refusal(
         name,
         f"expected a value in each row; {many}, the first in row {row}",
-        "state a value for them, missing={name: value}, or drop their rows first: frame.dropna()",
+        f"state a value for them, {stated}, or drop their rows first: frame.dropna()",
     )
 
 

@@ -180,6 +180,8 @@ def _entries(table: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
         yield from _each_once(table.columns, table.get_columns())
     elif is_of(table, "pyarrow", "Table", "RecordBatch"):
         yield from _each_once(table.schema.names, table.columns)
+    elif is_of(table, "pyarrow", "Dataset"):
+        yield from _entries(table.to_table(), path)
     else:
         is_lazy = hasattr(table, "collect")
         raise InputError(

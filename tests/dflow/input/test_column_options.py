@@ -150,8 +150,22 @@ def test_data_that_is_one_column_has_one_value() -> None:
         ({"user": pandas_frame()}, [1, 2, 3, 4]), 4, missing={(0, "user", name): STATED[name] for name in STATED}
     )
     assert next(iter(nested))[0]["user"]["age"].tolist() == [31, -1, 44, -1]
+    with pytest.raises(dflow.InputError, match=r"missing=\{\(0, 'user', 'age'\): value\}"):
+        batches(({"user": pandas_frame()[["age"]]}, [1, 2, 3, 4]), 4)
     with pytest.raises(dflow.InputError, match="missing: expected data with columns, got elements"):
         batches([1, 2], 2, missing=0)
+
+
+def test_a_dataset_of_arrow_is_a_table(tmp_path: Path) -> None:
+    parquet, dataset = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow.dataset")
+    parquet.write_table(arrow_table().drop(["kind", "at"]), tmp_path / "rows.parquet")
+    stated = {"age": 0, "city": "?", "flag": False}
+    (batch,) = batches(dataset.dataset(tmp_path), 4, missing=stated)
+    assert (batch["age"].tolist(), batch["city"].tolist()) == ([31, 0, 44, 0], ["Oslo", "?", "Lima", "Oslo"])
+    (batch,) = batches(
+        {"x": pytest.importorskip("polars").Series([1, 2**60], dtype=pytest.importorskip("polars").Int128)}, 2
+    )
+    assert batch["x"].tolist() == [1, 2**60]
 
 
 MAPPED = """
