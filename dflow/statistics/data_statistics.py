@@ -24,7 +24,7 @@ from dflow.tracing.near_names import did_you_mean, suggests_keywords
 from dflow.tracing.source import caller
 
 #: Rows that are measured together.
-_PIECE = 8192
+_PIECE = 1 << 16
 
 
 @suggests_keywords

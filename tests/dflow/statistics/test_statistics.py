@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 import dflow
 from dflow.data import Normalization, StringLookup, batches, statistics
+from dflow.statistics import data_statistics
 from dflow.statistics.column_statistics import ColumnStatistics, decoded, encoded
 from dflow.testing import memory_cluster
 from tests.effort import examples
@@ -67,7 +69,8 @@ def test_counts_are_exact_up_to_the_limit_and_bounded_beyond(words: list[str], d
     assert exact.vocabulary(2, at_least=2) == [word for word in exact.vocabulary()[:2] if true[word] > 1]
 
 
-def test_a_sample_is_that_of_any_division() -> None:
+def test_a_sample_is_that_of_any_division(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_statistics, "_PIECE", 8192)
     values = np.random.default_rng(0).permutation(50_000) / 50_000
     found = statistics({"x": values}, sample=1000)["x"]
     assert not found.is_exact
@@ -148,7 +151,8 @@ def test_other_data_is_refused(name: str) -> None:
         found["xx"]
 
 
-def test_workers_share_the_rows_and_get_one_result() -> None:
+def test_workers_share_the_rows_and_get_one_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_statistics, "_PIECE", 4096)
     table = frame()
     alone = statistics(table, vocabularies=["age"])
     with memory_cluster(ps=1, workers=2) as memory:
@@ -169,6 +173,39 @@ def test_workers_share_the_rows_and_get_one_result() -> None:
                     [column.mean, column.deviation], [alone[name].mean, alone[name].deviation], rtol=1e-12
                 )
                 assert np.array_equal(np.sort(column.values), np.sort(alone[name].values))
+
+
+def test_a_worker_that_fails_leaves_its_parts_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_statistics, "_PIECE", 100)
+    values, has_begun, has_failed = np.arange(1000.0), threading.Event(), threading.Event()
+
+    class Failing:
+        shape, dtype = values.shape, values.dtype
+
+        def __len__(self) -> int:
+            return len(values)
+
+        def __getitem__(self, rows: Any) -> Any:
+            has_begun.set()
+            raise OSError("the disk is gone")
+
+    with memory_cluster(ps=1, workers=2) as memory, ThreadPoolExecutor(1) as pool:
+        workers = [memory.worker(index) for index in range(2)]
+
+        def fail() -> None:
+            try:
+                statistics({"x": Failing()}, cluster=workers[0], name="failing")
+            finally:
+                has_failed.set()
+
+        failing = pool.submit(fail)
+        assert has_begun.wait(60)
+        assert has_failed.wait(60)
+        found = statistics({"x": values}, cluster=workers[1], name="failing")["x"]
+        with pytest.raises(OSError, match="the disk is gone"):
+            failing.result(60)
+    assert (found.count, found.minimum, found.maximum) == (1000, 0, 999)
+    np.testing.assert_allclose([found.mean, found.deviation], [values.mean(), values.std()], rtol=1e-12)
 
 
 def test_layers_of_statistics_are_saved_and_exported(tmp_path: Any) -> None:

@@ -23,7 +23,10 @@ ROWS = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
 DATA = dflow.data.batches((ROWS, ROWS @ np.array([1.0, -2.0, 0.5], np.float32)), 8, shuffle=True, epochs=None)
 HELD_OUT = dflow.data.batches(DATA.data, 25)
 
-pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning",
+    "ignore:.* is traced and compiled again during a run:dflow.RetraceWarning",  # of short batches
+)
 
 
 class Program:

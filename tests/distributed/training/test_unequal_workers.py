@@ -20,7 +20,10 @@ from dflow.tracing.errors import StrategyError
 from tests.distributed.training.sync_programs import SOON, Sync, together
 
 # The workers are threads of this process.
-pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning",
+    "ignore:.* is traced and compiled again during a run:dflow.RetraceWarning",  # of short batches
+)
 STRATEGIES: Any = {"Async": dflow.distributed.Async, "Sync": dflow.distributed.Sync}
 
 
