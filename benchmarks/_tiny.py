@@ -84,6 +84,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
         {"FAMILIES": first, "FUNCTIONS": first, "CLOCKS": first},
         (*ONE_ROUND, "--seeds", "1", "--small", "1"),
     ),
+    "readers": ({}, (*ONE_ROUND, "--rows", "2000")),
     "recovery": ({"STEADY_S": to(1.0)}, (*ONE_ROUND, "--mib", "1")),
     "replicas": ({"BACKUPS": to((0,))}, (*ONE_ROUND, "--workers", "1", "--steps", "4", "--compute", "0.01")),
     "rounding": ({"RULES": first, "STEPS": to(10)}, ONE_ROUND),
