@@ -207,7 +207,11 @@ class FileRows:
         return types, blocks, bad
 
     def _types_of_first(self) -> dict[str, str]:
-        """Return the types of the columns to read, from the first file that has any."""
+        """Return the types of the columns to read, from the first file that has any.
+
+        A column whose values are all missing there may have no type: then from the next file with a type for it.
+        """
+        found: dict[str, str] = {}
         for file in self._files:
             try:
                 types = file.types()
@@ -215,8 +219,12 @@ class FileRows:
                 if self._skips:
                     continue
                 raise
-            if types:
-                return self._chosen(types, file)
+            found = found or self._chosen(types, file) if types else found
+            found |= {name: types[name] for name in found if found[name].endswith("null") and name in types}
+            if found and not any(kind.endswith("null") for kind in found.values()):
+                break
+        if found:
+            return found
         raise InputError(
             f"read: expected a file with columns, got {self._files[0].path} and {len(self._files) - 1} others without",
             "give files with rows",

@@ -124,6 +124,25 @@ def test_missing_floats_are_nan_and_other_missing_values_name_the_place(tmp_path
         batches(read(path), 2)[0]
 
 
+def test_a_column_without_values_in_one_file_has_the_type_of_another(tmp_path: Path) -> None:
+    empty = {"age": pa.nulls(ROWS), "name": pa.nulls(ROWS), "list": pa.array([[]] * ROWS)}
+    parquet.write_table(
+        table()
+        .drop_columns(["age", "name"])
+        .append_column("age", empty["age"])
+        .append_column("name", empty["name"])
+        .append_column("list", empty["list"]),
+        tmp_path / "a.parquet",
+    )
+    parquet.write_table(table(list=LISTS), tmp_path / "b.parquet")
+    rows = read(tmp_path, columns=["age", "name", "list"], missing={"age": -1, "name": "none"}, lengths={"list": 1})
+    first, second = batches(rows, ROWS)
+    assert (first["age"] == -1).all()
+    assert {*first["name"]} == {"none"}
+    assert second["name"].tolist() == NAMES
+    assert first["list"].dtype == second["list"].dtype == np.int64
+
+
 def test_lists_of_several_lengths_need_a_length(tmp_path: Path) -> None:
     with pytest.raises(dflow.InputError, match=r"column 'list': expected lists of one length, got 0 to 3 values"):
         batches(read(as_parquet(tmp_path), columns=["list"]), 10)[0]
