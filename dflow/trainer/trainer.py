@@ -99,8 +99,8 @@ class Trainer:
         self._checkpoints, self._callbacks = checkpoints, tuple(callbacks)
         self._check()
 
-    @suggests_keywords
     @hides_frames
+    @suggests_keywords
     def run(self, batches: Callable[[int], Any] | Any, *, steps: int, name: str | None = None) -> TrainingResult:
         """Do the steps up to number `steps`, after those of the restored checkpoint; return what came of them.
 
@@ -272,7 +272,8 @@ class _TrainingRun:
     def _steps(self, start: int, stop: int) -> None:
         """Do this worker's part of the steps from `start` to `stop` - 1."""
         each = self._strategy.batches_per_step
-        batches = BatchSupply(lambda number: self._batch(number + start * each), may_end=True)
+        offset = start * each
+        batches = BatchSupply(lambda number: self._batch(number + offset), may_end=True, first=offset)
         look_s = time.monotonic() + LOOK_S
         run = self._strategy.run(self._step, batches, steps=stop - start, name=f"{self.name} {start}-{stop}")
         with closing(cast(Any, run)), self._saved_at_stop(), self._ended_by_queue():

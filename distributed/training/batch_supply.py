@@ -27,15 +27,16 @@ class BatchSupply:
     """Gives a loop its batches, from an iterable or a function of the batch's number, which may return `END`.
 
     may_end  whether the caller handles batches that end early; if false, a standalone run raises StrategyError
+    first    number that the program gives the function's batch 0
     raises   StrategyError for other `batches`, and for a table, whose iteration gives the names of its columns
     """
 
-    def __init__(self, batches: Iterable[Any] | Callable[[int], Any], *, may_end: bool = False) -> None:
-        self.may_end = may_end
+    def __init__(self, batches: Iterable[Any] | Callable[[int], Any], *, may_end: bool = False, first: int = 0) -> None:
+        self.may_end, self._first = may_end, first
         self._of: Callable[[int], Any] | None = None
         self._rest: Iterator[Any] = iter(())
-        #: Number of the batch that `take` returned last, -1 before the first.
-        self.taken = -1
+        #: Number of the batch that `take` returned last, -1 before the first; and its place in an iterable.
+        self.taken = self._place = -1
         #: Number of batches that `take` returned and that were not put back, and whether it returned `END` last.
         self.count, self.has_ended = 0, False
         #: Batches that `take` returns before others: those of an iterable that were put back or taken early, or the one
@@ -58,12 +59,19 @@ class BatchSupply:
         """Whether a function gives the batches."""
         return self._of is not None
 
+    @property
+    def newest(self) -> str:
+        """The number of the batch that was taken last, for errors; empty before the first."""
+        if self.taken < 0:
+            return ""
+        return f"batch {self._first + self.taken}" if self.is_numbered else f"batch {self._place} of this worker's"
+
     def take(self, number: int) -> Any:
         """Return the function's batch of this number, or the iterable's next batch; `END` after the last one.
 
         Raises the error of taking this batch early.
         """
-        self.taken = number
+        self.taken, self._place = number, self.count
         _, batch, error = self._early.popleft() if self._has(number) else (number, self._next(number), None)
         if error is not None:
             raise error

@@ -17,13 +17,23 @@ from dflow.distributed.training.compiled_step import compiled
 from dflow.distributed.training.open_runs import OpenRun, OpenRuns
 from dflow.distributed.training.run_steps import in_step
 from dflow.tracing.accepted_faults import SHORT, is_accepted
-from dflow.tracing.errors import DflowError, InternalError, StrategyError
+from dflow.tracing.errors import (
+    DflowError,
+    GraphTypeError,
+    InputError,
+    InternalError,
+    RemoteError,
+    StrategyError,
+    VariableShapeError,
+)
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import hide_own_frames
 
 #: Type of the results of the program's step, which its loop yields.
 StepResult = TypeVar("StepResult")
 
+#: dflow's errors for the data that a step was given, beside those of the program's functions and of JAX.
+_OF_DATA = (InputError, GraphTypeError, VariableShapeError, RemoteError)
 #: Number of runs that the program did not name, by worker and prefix. Several workers may be threads of one process.
 _run_counts: Counter[tuple[Hashable, str]] = Counter()
 
@@ -158,9 +168,11 @@ class Strategy:
         step = compiled(step) if self.compiles_steps else step
         try:
             yield from opened.of(run, self._guarded(run, count, step, supply, opened))
-        except DflowError as error:
+        except Exception as error:
             if not isinstance(error, InternalError):
                 hide_own_frames(error)
+            if supply.newest and (isinstance(error, _OF_DATA) or not isinstance(error, DflowError)):
+                error.add_note(f"  run {run!r}: {supply.newest}")
             raise
 
     def _guarded(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +24,7 @@ from dflow.distributed.training.strategy import Strategy, run_name
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import StrategyError, VariableError
+from dflow.tracing.source import is_user_frame
 from tests.distributed.training.sync_programs import together
 from tests.distributed.waiting import DEADLINE_S, until
 
@@ -313,3 +315,16 @@ def test_steps_of_variables_of_tasks_are_for_async(worker: Cluster, path: Path) 
         with pytest.raises(StrategyError, match=fact):
             run("Sync", worker, step)
     assert run("Async", worker, loaded) == [4, 2]
+
+
+@pytest.mark.parametrize(("by_number", "says"), [(True, "run 'bad': batch 2"), (False, "batch 2 of this worker's")])
+def test_bad_data_is_told_with_the_number_of_its_batch_and_few_frames(by_number: bool, says: str) -> None:
+    w = dflow.Variable(jnp.zeros(3), name="w")
+    step = dflow.jit(lambda x: w @ x)
+    given: list[Any] = [np.ones(3), np.ones(3), np.ones(2), np.ones(3)]
+    strategy = dflow.distributed.Async(dflow.connect())
+    with pytest.raises(TypeError) as raised:
+        list(strategy.run(step, given.__getitem__ if by_number else given, steps=4, name="bad"))
+    assert any(says in note for note in raised.value.__notes__)
+    own = [frame for frame, _ in traceback.walk_tb(raised.value.__traceback__) if not is_user_frame(frame)]
+    assert len(own) <= 1
