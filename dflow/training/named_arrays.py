@@ -189,6 +189,10 @@ def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[NamedArray]
     if optimizer.rounding is not None:
         updates = optimizer.rounding.updates
         yield NamedArray((updates,), updates.name if updates.is_named else f"{prefix}/rounded_updates")
+        arrays = [*dict.fromkeys(map(_array_of, optimizer.rounding.low))]
+        for parameter, low in optimizer.rounding.low.items():
+            number = arrays.index(_array_of(parameter))
+            yield NamedArray((low,), _array_of(low) if low.is_named else f"{prefix}/low_bits/{number}")
 
 
 def _array_of(variable: Variable | Optimizer) -> str:

@@ -68,6 +68,8 @@ class OptimizerSlots:
         for slot, owner in zip(slots, owners, strict=True):
             slot.is_named = is_named and (owner is None or owner.is_named)
         _divide([path[:-1] for path, _ in flat], slots, owners)
+        #: By parameter: the further bits that its optimizer keeps of it, see `StochasticRounding`.
+        self.low_bits: Mapping[Variable, Variable] = {}
         #: The transformation's state, with variables for arrays.
         self.state = jax.tree_util.tree_unflatten(tree, slots)
 
@@ -117,7 +119,8 @@ class OptimizerSlots:
                     f"begin again for other ids",
                     "take a transformation that treats rows alike, such as optax.adagrad or optax.adam",
                 )
-        return own
+        low = self.low_bits.get(variable)
+        return own if low is None else [*own, (low, jnp.zeros((*rows.shape[:1], *low.shape[1:]), low.dtype))]
 
 
 def structs_of(tree: Any) -> Any:

@@ -2,6 +2,9 @@
 
 An update smaller than half the distance to the next bfloat16 number, a 256th of the parameter, would be lost each time
 by rounding to the nearest. Rounded at random it arrives in the mean.
+
+Each such rounding is an error of up to one step, which gradients must correct, however small the learning rate is. With
+8 extra bits, which the optimizer keeps beside a parameter and lookups do not read, the step is a 256th of that.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.each_once import mixed_bits
 from dflow.tracing.ir.wide_sums import is_narrow
-from dflow.tracing.rows.random_rounding import rounded_at_random
+from dflow.tracing.rows.random_rounding import rounded_at_random, widened
+from dflow.tracing.rows.row_values import HIGH, LOW
 from dflow.tracing.state.container import uncontained
 from dflow.tracing.state.resources import Variable
 
@@ -25,12 +30,15 @@ from dflow.tracing.state.resources import Variable
 class StochasticRounding:
     """The random bits of an optimizer of `variables`, `name`: a function of its number of updates, which is saved.
 
-    slots  the variables of its state
+    slots       the variables of its state
+    extra_bits  whether it keeps 8 further bits of each rounded parameter, in `low`
 
     Raises VariableError for a variable of another float below 32 bits than bfloat16, and if none is bfloat16.
     """
 
-    def __init__(self, variables: Sequence[Variable], slots: Sequence[Variable], name: str, is_named: bool) -> None:
+    def __init__(
+        self, variables: Sequence[Variable], slots: Sequence[Variable], name: str, is_named: bool, *, extra_bits: bool
+    ) -> None:
         for variable in variables:
             if is_narrow(variable.dtype) and not _is_rounded(variable):
                 raise VariableError(
@@ -55,6 +63,8 @@ class StochasticRounding:
             lambda: jnp.uint32(0), name=f"{name}/rounded_updates", near=variables[0], trainable=False
         )
         self.updates.is_named = is_named
+        #: By parameter: its further bits.
+        self.low = {one: _low_bits(one, name, is_named) for one in variables if extra_bits and _is_rounded(one)}
 
     def rounds(self, variable: Variable) -> bool:
         """Whether the new values of a parameter or a slot are rounded at random."""
@@ -72,11 +82,41 @@ class StochasticRounding:
             lambda array: array.astype(jnp.float32) if jnp.result_type(array) == jnp.bfloat16 else array, tree
         )
 
+    def value_of(self, parameter: Variable) -> Any:
+        """The value of a parameter as the update computes with it."""
+        low = self.low.get(parameter)
+        return self.wide(parameter.read()) if low is None else widened(parameter.read(), low.read())
+
+    def assign(self, parameter: Variable, value: Any, seed: Any) -> None:
+        """Store the new value of a parameter that is rounded, and its further bits."""
+        low = self.low.get(parameter)
+        if low is None:
+            parameter.assign(self.stored(value, parameter, seed))
+            return
+        parts = [rounded_at_random(value, self._seed_of(parameter, seed), parameter.part, part) for part in (HIGH, LOW)]
+        parameter.assign(parts[0])
+        low.assign(parts[1])
+
     def stored(self, value: Any, variable: Variable, seed: Any) -> Any:
         """The value as the variable, a parameter or a slot, stores it."""
         if not self.rounds(variable) or jnp.result_type(value) != jnp.float32:
             return value
-        return rounded_at_random(value, mixed_bits(seed ^ np.uint32(self._salts[variable])), variable.part)
+        return rounded_at_random(value, self._seed_of(variable, seed), variable.part)
+
+    def _seed_of(self, variable: Variable, seed: Any) -> Any:
+        return mixed_bits(seed ^ np.uint32(self._salts[variable]))
+
+
+def _low_bits(parameter: Variable, name: str, is_named: bool) -> Variable:
+    shape = parameter.shape
+    made = Variable(
+        InitialOps(lambda: jnp.zeros(shape, jnp.int8)),
+        name=f"{name}/low_bits/{uncontained(parameter.name)}",
+        near=parameter,
+        trainable=False,
+    )
+    made.is_named, made.part = is_named and parameter.is_named, parameter.part
+    return made
 
 
 def _array_name(variable: Variable) -> str:

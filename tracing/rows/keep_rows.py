@@ -41,10 +41,11 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p, wire_p
 from dflow.tracing.rows.lookups import CALLS, RULED
-from dflow.tracing.rows.random_rounding import round_at_random_p
+from dflow.tracing.rows.random_rounding import round_at_random_p, with_rows_p
 from dflow.tracing.rows.row_branches import branched
 from dflow.tracing.rows.row_sums import carried_sums, of_rows, summed_over
 from dflow.tracing.rows.row_values import (
+    NUMBER,
     Fill,
     Index,
     NotOfRowsError,
@@ -250,7 +251,14 @@ class _Pass:
             return None
         index, rows = value.unique.index, value.unique.rows
         assert index is not None
+        if equation.params["result"] != NUMBER:
+            # Each of the two parts is written after both are read: or XLA reads one again, and copies its variable.
+            rows = jax.lax.optimization_barrier(rows)
         [rows] = bind(equation.primitive, equation.params, [rows, index.positions, seed], origin_of(equation))
+        if isinstance(rest, Stored) and (whole := _holder(value, rest)) is not None:
+            # In its dense form it depends on this variable alone, so it stays rows when the other part is written.
+            made_by = equation.replace(primitive=with_rows_p, params={})
+            return [Rowwise(made_by, [whole, index.positions, rows], rest, index, rows)]
         return [Rowwise(equation, operands, rest, index, rows)]
 
     def _cond(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
@@ -335,6 +343,18 @@ class _Pass:
                 _warn_of_size(part, taker)
             [part.dense] = bind(part.equation.primitive, part.equation.params, operands, origin_of(part.equation))
         return value.dense
+
+
+def _holder(value: Rowwise, rest: Stored) -> Rowwise | None:
+    """Return the operand, of all that a value is computed from, that is what a variable has."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if one.index is None and one.rest == rest:
+            return one
+        seen.add(id(one))
+        waiting += [each for each in one.operands if isinstance(each, Rowwise) and id(each) not in seen]
+    return None
 
 
 def _not_dense(value: Rowwise) -> list[Rowwise] | None:

@@ -57,6 +57,12 @@ class Stored:
         return hash((self.variable, self.writes))
 
 
+#: The results of rounding at random (`random_rounding`): bfloat16 numbers, and the two parts of those of 24 bits.
+NUMBER, HIGH, LOW = "number", "high", "low"
+#: Name of the primitive that makes float32 numbers of the two parts.
+WIDENED = "widened"
+
+
 @dataclass(frozen=True, eq=False)
 class Whole:
     """A dense array."""
@@ -279,8 +285,13 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def without_change(equation: Equation, rest: Rest) -> Rest | None:
-    """The rest of a conversion to fewer bits if it loses nothing: of zeros, or of values that had as few; else None."""
-    return Fill(np.zeros((), equation.params["new_dtype"])[()]) if is_zero(rest) else _convert(equation, [rest])
+    """The rest of a rounding at random if it loses nothing: of zeros, or of values that had as few bits; else None."""
+    if is_zero(rest):
+        return Fill(np.zeros((), equation.params["new_dtype"])[()])
+    if equation.params["result"] == NUMBER:
+        return _convert(equation, [rest])
+    is_pair = isinstance(rest, RowResult) and rest.equation.primitive.name == WIDENED
+    return rest.operands[equation.params["result"] == LOW] if is_pair else None
 
 
 def _add(equation: Equation, rests: Sequence[Any]) -> Rest | None:

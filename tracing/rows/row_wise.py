@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.jax_frontend import Equation
-from dflow.tracing.rows.row_values import Fill, Index, RowResult, Rowwise, Whole, is_zero, made, on_rows
+from dflow.tracing.rows.row_values import WIDENED, Fill, Index, RowResult, Rowwise, Whole, is_zero, made, on_rows
 
 #: JAX's ops that compute each element of the result from the elements at its position.
 ELEMENTWISE = frozenset(
@@ -22,7 +22,7 @@ ELEMENTWISE = frozenset(
         *("erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le"),
         *("lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or"),
         *("pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt"),
-        *("square", "sub", "tan", "tanh", "xor"),
+        *("square", "sub", "tan", "tanh", "xor", WIDENED),
     )
 )
 #: Ops that change a shape, and may leave the first dimension as it is.

@@ -19,7 +19,8 @@ import dflow
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.rows.axis_slice import AxisSlice
-from dflow.tracing.rows.random_rounding import rounded_at_random
+from dflow.tracing.rows.random_rounding import rounded_at_random, widened
+from dflow.tracing.rows.row_values import HIGH, LOW
 from dflow.tracing.rows.slices import ArrayPart
 from dflow.training.optimizer import derived_name
 from dflow.training.optimizer_settings import settings_of
@@ -247,10 +248,26 @@ def test_each_number_becomes_a_neighbour_and_the_mean_is_the_number() -> None:
     np.testing.assert_array_equal(half, rounded[7][1::2])
 
 
+@pytest.mark.once
+def test_numbers_of_24_bits_are_a_bfloat16_one_and_8_bits() -> None:
+    exact = jnp.array([1.0, -1.0, 1 + 2.0**-15, -1 + 2.0**-16, 2 - 2.0**-15, 2.0**127, 0, -0.0], jnp.float32)
+    edges = jnp.append(exact, jnp.array([jnp.inf, -jnp.inf]))
+    high, low = (rounded_at_random(edges, jnp.uint32(3), None, part) for part in (HIGH, LOW))
+    np.testing.assert_array_equal(widened(high, low), edges)
+    np.testing.assert_array_equal(high, edges.astype(jnp.bfloat16))
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32))
+    found = [widened(*(rounded_at_random(values, jnp.uint32(n), None, part) for part in (HIGH, LOW))) for n in (1, 2)]
+    for error in (np.asarray((one - values) / jnp.abs(values)) for one in found):
+        assert np.abs(error).max() < 2.0**-15
+        assert abs(error.mean()) < 2.0**-20
+    assert (found[0] != found[1]).any()
+
+
 def made(rounded: bool = True, **options: Any) -> tuple[Any, Any, Any]:
-    ones = jax.nn.initializers.ones
+    ones, bits = jax.nn.initializers.ones, options.pop("extra_bits", False)
     table = dflow.Embedding(30, 4, dtype=jnp.bfloat16, initializer=ones, name="table", **options)
-    optimizer = dflow.Optimizer(optax.adagrad(1e-3), [table], name="adagrad", stochastic_rounding=rounded)
+    rounding = {"stochastic_rounding": rounded, "extra_bits": bits}
+    optimizer = dflow.Optimizer(optax.adagrad(1e-3), [table], name="adagrad", **rounding)
 
     @dflow.jit
     def step(ids: Any, scale: Any) -> None:
@@ -272,14 +289,14 @@ def test_many_tiny_updates_arrive() -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_resumed_run_has_the_same_bits_on_any_shards(shards: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shards", "bits"), [(1, False), (3, False), (3, True)])
+def test_a_resumed_run_has_the_same_bits_on_any_shards(shards: int, bits: bool, tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     steps = [(draw.permutation(30)[:5].astype(np.int32), jnp.bfloat16(draw.normal())) for _ in range(12)]
 
     def run(container: str, shards: int, first: int, last: int) -> Any:
         with dflow.container(container):
-            table, optimizer, step = made(shards=shards)
+            table, optimizer, step = made(shards=shards, extra_bits=bits)
         state = {"table": table, "optimizer": optimizer}
         if first:
             dflow.restore(tmp_path / "saved", state, names=lambda name: name.replace(container, "first"))
@@ -294,19 +311,20 @@ def test_a_resumed_run_has_the_same_bits_on_any_shards(shards: int, tmp_path: Pa
 
 
 @pytest.mark.once
-def test_tasks_and_updates_of_every_row_have_the_same_bits() -> None:
+@pytest.mark.parametrize("bits", [False, True])
+def test_tasks_and_updates_of_every_row_have_the_same_bits(bits: bool) -> None:
     ids = np.arange(0, 30, 7, dtype=np.int32)
     with dflow.container("rows"):
-        rows, _, step = made()
+        rows, _, step = made(extra_bits=bits)
     with dflow.container("dense"):
-        dense, optimizer, _ = made()
+        dense, optimizer, _ = made(extra_bits=bits)
     for _ in range(4):
         step(ids, jnp.bfloat16(1))
         optimizer.apply([jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype).at[ids].set(1), dense)])
     np.testing.assert_array_equal(rows.read(), dense.read())
     with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
         with worker.parameter_servers():
-            table, _, step = made()
+            table, _, step = made(extra_bits=bits)
         for _ in range(4):
             step(ids, jnp.bfloat16(1))
         np.testing.assert_array_equal(table.read(), rows.read())
@@ -319,9 +337,10 @@ def test_only_the_rows_of_a_lookup_are_rounded() -> None:
     On a CPU, XLA converts a whole table of bfloat16 to write a row of it.
     """
 
-    def temporary(rounded: bool) -> int:
-        table = dflow.Embedding(300_000, 4, dtype=jnp.bfloat16, vocabulary=dflow.Vocabulary(), name=f"of {rounded}")
-        optimizer = dflow.Optimizer(optax.adagrad(1e-3), [table], stochastic_rounding=rounded)
+    def temporary(rounded: bool, bits: bool = False) -> int:
+        vocabulary, name = dflow.Vocabulary(), f"of {rounded} {bits}"
+        table = dflow.Embedding(300_000, 4, dtype=jnp.bfloat16, vocabulary=vocabulary, name=name)
+        optimizer = dflow.Optimizer(optax.adagrad(1e-3), [table], stochastic_rounding=rounded, extra_bits=bits)
 
         @dflow.jit
         def step(ids: dflow.WideIds) -> None:
@@ -332,6 +351,7 @@ def test_only_the_rows_of_a_lookup_are_rounded() -> None:
         return int(memory.temp_size_in_bytes)
 
     assert temporary(True) < temporary(False) + 300_000
+    assert temporary(True, True) < temporary(False) + 300_000
 
 
 @pytest.mark.once
