@@ -36,6 +36,7 @@ DFLOW_SECRET_FILE | a file | none | the secret that all tasks share
 DFLOW_TLS_CERT | a file | none | certificate of this task, in PEM
 DFLOW_TLS_KEY | a file | none | private key of the certificate, in PEM
 DFLOW_TLS_CA | a file | none | the authority that signs all certificates, in PEM
+DFLOW_RESTARTED | jobs with commas, or none | not known | set by `dflow launch`: the jobs whose tasks are started again
 DFLOW_METRICS_PORT | port or host:port; 0 for a free port | none | serve metrics for Prometheus there
 DFLOW_LIFELINE_FD | a file descriptor | none | set by `dflow launch`: the process ends with its launcher
 """

@@ -228,7 +228,8 @@ class Cluster:
         """Yield False until all tasks of `job` have ended, at intervals of at least `every_s`, and then True once.
 
         For an evaluator, which is a task of another job: its last iteration sees the final state. A task of the job
-        that was lost, or never joined, has ended when none of the job has run for 120 s. Standalone, it is True.
+        that was lost, or never joined, has ended when none of the job has run for 120 s, or immediately if all have
+        joined and `dflow launch` restarts none. Standalone, it is True.
         raises  ConfigError for this task's own job, or a job that the cluster does not have; TransportClosed when the
                 coordinator is lost for good
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -9,12 +10,15 @@ from collections.abc import Iterator
 from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.wire.messages.roster import Roster
-from dflow.tracing.devices.task_name import split_task_name
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
+from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 from dflow.tracing.source import caller
 
-#: A task that was lost, or did not join, has ended if no task of the job runs for this time, in s.
+#: A task that was lost, or did not join, has ended if no task of the job runs for this time, in s. If all have joined
+#: and the launcher starts none of them again, they have ended immediately.
 AGAIN_S = 120.0
+LOGGER = logging.getLogger("dflow")
 
 
 class JobEnd:
@@ -46,8 +50,9 @@ class JobEnd:
             now_s, newest = time.monotonic(), self._newest_loss(self._session.roster)
             if newest != self._newest:
                 self._newest, self._seen_s = newest, now_s
-            again_s = self._seen_s + AGAIN_S if newest > 0.0 else math.inf
+            again_s = self._seen_s + self._absence_s() if newest > 0.0 else math.inf
             if newest == 0.0 or now_s >= again_s:
+                self._announce_losses()
                 return True
             if now_s >= deadline:
                 return False
@@ -63,6 +68,18 @@ class JobEnd:
             yield False
             is_over = self.wait(began_s + every_s - time.monotonic())
         yield True
+
+    def _absence_s(self) -> float:
+        """Return the time without a live task after which the tasks that were lost have ended, in s."""
+        is_missing = any(split_task_name(task)[0] == self._job for task in self._session.roster.expected)
+        restarted = read("DFLOW_RESTARTED")
+        return 0.0 if restarted and self._job not in restarted.split(",") and not is_missing else AGAIN_S
+
+    def _announce_losses(self) -> None:
+        last = {info.task: info for info in self._session.roster.tasks if split_task_name(info.task)[0] == self._job}
+        lost = [f"{short_task_name(info.task)}: {info.left}" for info in last.values() if info.left not in NORMAL_ENDS]
+        if lost:
+            LOGGER.warning("while_running: the job %r has ended; lost tasks: %s", self._job, ", ".join(lost))
 
     def _newest_loss(self, roster: Roster) -> float:
         """Return when the last task left, if one was lost or has not joined; 0 if all have finished; -1 if one runs."""

@@ -132,7 +132,8 @@ class LaunchPlan:
         if job in self.stock:
             snapshots = ("--snapshots", self.snapshots) if self.snapshots else ()
             return stock_program(task, snapshots, {**said, **role})
-        return TaskProgram(task, (self.script, *self.arguments), {**said, **role})
+        restarted = ",".join(sorted(job for job, limit in self.restarts.items() if limit)) or "none"
+        return TaskProgram(task, (self.script, *self.arguments), {"DFLOW_RESTARTED": restarted, **said, **role})
 
 
 def _tasks(jobs: Mapping[str, int]) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed.cluster import job_end
 from dflow.distributed.cluster.cluster import Cluster, ClusterSettings
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.coordinator_role import make_coordinator
@@ -64,7 +63,9 @@ def test_a_task_of_another_job_iterates_until_all_workers_have_ended(
             if is_lost:
                 until(lambda: evaluator.tasks == ("/job:ps/task:0", evaluator.task))
                 assert not next(loop)  # it may be started again
-                monkeypatch.setattr(job_end, "AGAIN_S", 0.0)
+                monkeypatch.setenv("DFLOW_RESTARTED", "ps,worker")
+                assert not next(loop)
+                monkeypatch.setenv("DFLOW_RESTARTED", "none")
             assert [*loop][-1]
             assert [*evaluator.while_running(every_s=DEADLINE_S)] == [True]
             with pytest.raises(ConfigError, match="a job other than 'evaluator', got 'wroker'; the jobs are ps, work"):

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def test_a_worker_runs_the_script_and_knows_who_it_is() -> None:
     program = PLAN.program("/job:evaluator/task:0", "127.0.0.1:7")
     assert program.words == ("train.py", "--lr", "3")
     role = {"DFLOW_COORDINATOR": "127.0.0.1:7", "DFLOW_JOB": "evaluator", "DFLOW_INDEX": "0"}
-    assert program.environment == {**role, "A": "all"}
+    assert program.environment == {**role, "A": "all", "DFLOW_RESTARTED": "none"}
+    restarted = replace(PLAN, restarts={"worker": 3, "ps": 1, "evaluator": 0})
+    assert restarted.program("/job:worker/task:0", "x").environment["DFLOW_RESTARTED"] == "ps,worker"
     assert program.defaults == {}
 
 
@@ -324,6 +327,7 @@ def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path) -> None:
 def test_a_line_that_fits_in_part_is_left_out_whole(tmp_path: Path) -> None:
     script = """
 import resource, sys
+from dataclasses import replace
 from pathlib import Path
 from dflow.distributed.launching.run_logs import RunLogs
 logs = RunLogs(Path(sys.argv[1]))
