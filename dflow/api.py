@@ -1,6 +1,6 @@
 """All public names; `dflow` imports this module when one of them is first used."""
 
-from dflow import data, distributed, lax, loggers, nn, numpy, random
+from dflow import data, distributed, lax, loggers, metrics, nn, numpy, random
 from dflow.calls.eager_mode import eager
 from dflow.calls.function import Function, jit
 from dflow.calls.trace_log import RetraceWarning
@@ -166,6 +166,7 @@ __all__ = [
     "lax",
     "load",
     "loggers",
+    "metrics",
     "name",
     "nn",
     "numpy",

@@ -21,6 +21,7 @@ import numpy as np
 
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.detection.cluster_spec import SCRIPT_JOB
+from dflow.distributed.training.metric_states import computed, is_state, named_results, on_host, states
 from dflow.distributed.training.step_report import scalars
 from dflow.loggers import writer_thread
 from dflow.loggers.writer_thread import WriterThread
@@ -29,7 +30,7 @@ from dflow.tracing.errors import ConfigError, TrainingError
 from dflow.tracing.source import caller, warn_at
 from dflow.tracing.state.resources import is_variable
 from dflow.trainer.callbacks import Callback
-from dflow.trainer.evaluation import EXAMPLES
+from dflow.trainer.evaluation_totals import EXAMPLES
 
 #: Longest time that `log`, `flush` and `close` wait, in s.
 FLUSH_S = 60.0
@@ -70,7 +71,7 @@ class Logger(Callback):
             self._join(cluster)
 
     def log(self, step: int, values: Any) -> None:
-        """Write the values of a step: real scalars by name, or one, which is then `loss`.
+        """Write the values of a step: real scalars and states of metrics by name, or one, which is then `loss`.
 
         The values need not be computed yet: a thread waits for them and writes them, about a second later. If 1000
         steps wait already, this waits for the oldest, for at most a minute; then values are lost, with a warning, until
@@ -206,10 +207,8 @@ class Logger(Callback):
         if not self._has_begun and not self._begin(step):
             self._warn()
             return
-        named = (
-            {str(name): value for name, value in values.items()} if isinstance(values, Mapping) else {"loss": values}
-        )
-        numbers = {name: fixed(value) for name, value in scalars(named)}
+        named = {str(name): value for name, value in named_results(values).items()}
+        numbers = {name: fixed(value) for name, value in scalars(named)} | states(named)
         for name in named.keys() - numbers.keys():
             self._leave_out(name, named[name], by_hand)
         if numbers:
@@ -259,10 +258,10 @@ class Logger(Callback):
         return self._thread
 
     def _write_numbers(self, step: int, time_s: float, values: Mapping[str, Any]) -> None:
-        numbers = {}
+        numbers: dict[str, float] = {}
         for name, value in values.items():
             try:
-                numbers[name] = float(value)
+                numbers |= computed(name, on_host(value)) if is_state(value) else {name: float(value)}
             except Exception as error:  # a computation that failed, or an array that was donated
                 self._warn_once(name, f"metric {name!r} could not be read: {error}")
         if numbers:

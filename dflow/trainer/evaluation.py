@@ -1,13 +1,12 @@
-"""`dflow.evaluate`: means of metrics over batches, from the variables' values of one moment, while training goes on.
+"""`dflow.evaluate`: metrics over batches, from the variables' values of one moment, while training goes on.
 
 The step is traced once for each type of batch, and its variables become arguments. It gets their captured values, so
-what training writes meanwhile is in none of the results. Metrics are weighted by examples, and added up as 64-bit
-floats.
+what training writes meanwhile is in none of the results. Means are weighted by examples, states of other metrics are
+merged, and both are added up as 64-bit floats.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from jax import jit as jax_jit
 
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.evaluation.shared_evaluation import Evaluations
+from dflow.distributed.training.metric_states import computed, is_state, named_results, on_host
 from dflow.distributed.training.strategy import arguments_of
 from dflow.state_backends import by_backend
 from dflow.tracing.argument_ids import is_list_of_strings, naming_ids, with_ids
@@ -36,9 +36,7 @@ from dflow.tracing.path_names import leaf_names
 from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.source import caller
 from dflow.tracing.state.resources import Variable
-
-#: The name of the number of examples, in the results of a step and of an evaluation.
-EXAMPLES = "examples"
+from dflow.trainer.evaluation_totals import EXAMPLES, SharedTotals, Totals, add, results
 
 #: By step (for a method: by its object, then its function), the programs by the types of their arguments.
 _programs: MutableMapping[Any, dict[Any, dict[Any, _EvaluationProgram]]] = WeakKeyDictionary()
@@ -61,12 +59,14 @@ def evaluate(
     cluster: Cluster | None = None,
     name: str | None = None,
 ) -> dict[str, float]:
-    """Return the means of the results of `step(*batch)` over all examples of all batches, and `examples`, their number.
+    """Return the metrics of `step(*batch)` over all examples of all batches, and `examples`, their number.
 
     step     a function that reads variables and writes none. It returns metrics by name, or one, which is then `loss`:
-             each a float scalar, the mean over the batch's examples, or an array with one value per example. Beside
-             means it may return `examples`, the number of examples that they are over, for instance of those not
-             masked; by default the length of the first axis of the batch's arrays
+             each a float scalar, the mean over the batch's examples; an array with one value per example; or the state
+             of a metric that is no mean, such as `dflow.metrics.auc(scores, labels)`, a pytree with `merge` and
+             `compute`, whose values are called `name`, `name/key` or `name/index`. Beside means it may return
+             `examples`, the number of examples that they are over, for instance of those not masked; by default the
+             length of the first axis of the batch's arrays
     batches  tuples of arguments (any other value is passed as the only argument)
     cluster  the result of `dflow.connect()`: then all tasks of the cluster that evaluate under the same name share the
              batches, which they take by number, and all get the same result. Each batch is counted once, also if tasks
@@ -80,7 +80,7 @@ def evaluate(
 
     Raises TrainingError for a step that writes variables or uses queues, for other results, for batches whose number of
     examples is unclear, for no batches, and, if `cluster` is given, for batches without a number, variables elsewhere,
-    or a name that this process has used before.
+    a state whose `merge` does not add, or a name that this process has used before.
     """
     refuse_table("evaluate", batches, "give dflow.data.batches(data, size), which takes its rows", TrainingError)
     evaluation = _Evaluation(step)
@@ -91,27 +91,25 @@ def evaluate(
             at=caller(),
         )
     by_number: Any = batches
-    variables = () if cluster is None else evaluation.variables(_count_of(batches) and by_number[0])
-    shared = cluster.part(Evaluations).begin(name, len(by_number)) if cluster is not None and name is not None else None
-    if cluster is not None and shared is not None and variables:
-        _check_shared(variables, cluster)
+    if cluster is None or name is None or not (count := _count_of(batches)):
+        return results(evaluation.totals(_iterated(batches)))
+    program = evaluation.program(by_number[0])
+    shared, variables = cluster.part(Evaluations).begin(name, count), program.variables
+    if shared is None or not variables:
+        return results(evaluation.totals(_iterated(batches)))
+    _check_shared(variables, cluster)
+    as_floats = SharedTotals(program.types)
 
-        def sums(numbers: range, values: Sequence[jax.Array]) -> dict[str, float]:
-            evaluation.use(variables, values)
-            return evaluation.sums(by_number[number] for number in numbers)
+    def sums(numbers: range, values: Sequence[jax.Array]) -> dict[str, float]:
+        evaluation.use(variables, values)
+        return as_floats.floats(evaluation.totals(by_number[number] for number in numbers))
 
-        found = shared.run(variables, sums)
-    else:
-        found = evaluation.sums(_iterated(batches))
-    count = found.pop(EXAMPLES, 0.0)
-    if not count:
-        raise TrainingError("evaluate: expected at least one example, got none", "give it batches", at=caller())
-    return {name: total / count for name, total in found.items()} | {EXAMPLES: count}
+    return shared.run(variables, sums, lambda sums: results(as_floats.totals(sums)))
 
 
 def is_on_tasks(step: Callable[..., Any], batches: NumberedBatches) -> bool:
     """Return whether all variables that the step reads are on tasks; traces it, for the first batch."""
-    variables = _Evaluation(step).variables(batches[0]) if _count_of(batches) else ()
+    variables = _Evaluation(step).program(batches[0]).variables if _count_of(batches) else ()
     return bool(variables) and all(variable.home.shares_names for variable in variables)
 
 
@@ -123,26 +121,43 @@ def metric_names(step: Callable[..., Any], batches: Any) -> frozenset[str] | Non
         first = next(iter(batches), None)
     else:
         return None
-    return None if first is None else _Evaluation(step).names(first) | {EXAMPLES}
+    return None if first is None else _value_names(_Evaluation(step).program(first).types)
+
+
+def _value_names(types: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the names of the values of results of these types; None if a state has several values."""
+    zeros = jax.tree_util.tree_map(lambda type: np.zeros(type.shape, type.dtype), dict(types))
+    try:
+        has_one = all(computed(name, on_host(zero)).keys() == {name} for name, zero in zeros.items() if is_state(zero))
+    except Exception:  # of a library that computes nothing of zeros
+        return None
+    return frozenset({*types, EXAMPLES}) if has_one else None
 
 
 @dataclass(frozen=True)
 class _EvaluationProgram:
-    """The step for one type of batch, as a function of variables' values; `examples` is None if the step returns it."""
+    """The step for one type of batch, as a function of variables' values.
+
+    types     its results, with types in place of arrays
+    examples  number of the batch's examples; None if the step returns it
+    """
 
     variables: Sequence[Variable]
-    names: frozenset[str]
+    types: Mapping[str, Any]
     examples: int | None
     run: Callable[[Sequence[jax.Array], Sequence[Any]], dict[str, Any]]
 
-    def sums(self, outputs: Mapping[str, Any]) -> dict[str, float]:
-        """Return the sums over the examples of a batch; waits until they are computed."""
-        found = {name: np.asarray(value, np.float64) for name, value in outputs.items()}
+    def totals(self, outputs: Mapping[str, Any]) -> Totals:
+        """Return the totals of a batch; waits until they are computed."""
+        found = {name: on_host(v) if is_state(v) else np.asarray(v, np.float64) for name, v in outputs.items()}
         count = float(found.pop(EXAMPLES).sum()) if self.examples is None else float(self.examples)
-        sums = {
-            name: float(value.sum() if value.ndim else value * count if count else 0) for name, value in found.items()
-        }
-        return sums | {EXAMPLES: count}
+
+        def total(value: Any) -> Any:
+            if is_state(value):
+                return value
+            return float(value.sum() if value.ndim else value * count if count else 0)
+
+        return {name: total(value) for name, value in found.items()} | {EXAMPLES: count}
 
 
 class _Evaluation:
@@ -153,21 +168,17 @@ class _Evaluation:
         self._names: frozenset[str] | None = None
         self._values: dict[Variable, jax.Array] | None = None
 
-    def variables(self, batch: Any) -> Sequence[Variable]:
-        """Return the variables that the step uses for a batch."""
-        return self._program_for(batch)[0].variables
-
-    def names(self, batch: Any) -> frozenset[str]:
-        """Return the names of the results for a batch."""
-        return self._program_for(batch)[0].names
+    def program(self, batch: Any) -> _EvaluationProgram:
+        """Return the program for a batch."""
+        return self._program_for(batch)[0]
 
     def use(self, variables: Sequence[Variable], values: Sequence[jax.Array]) -> None:
         """Use these values of the variables."""
         self._values = dict(zip(variables, on_one_device(values), strict=True))
 
-    def sums(self, batches: Iterable[Any]) -> dict[str, float]:
-        """Return the sums over the examples of these batches; captures the variables' values unless they are given."""
-        totals: defaultdict[str, float] = defaultdict(float)
+    def totals(self, batches: Iterable[Any]) -> Totals:
+        """Return the totals of these batches; captures the variables' values unless they are given."""
+        totals: Totals = {}
         before: tuple[_EvaluationProgram, Mapping[str, Any]] | None = None
         with ExitStack() as captures:
             for batch in batches:
@@ -179,7 +190,7 @@ class _Evaluation:
                 _add(totals, before)
                 before = program, outputs
             _add(totals, before)
-        return dict(totals)
+        return totals
 
     def _program_for(self, batch: Any) -> tuple[_EvaluationProgram, list[Any]]:
         """Return the program for a batch, and the leaves of its arguments, with ids in place of strings."""
@@ -197,10 +208,11 @@ class _Evaluation:
 
     def _values_for(self, program: _EvaluationProgram) -> list[jax.Array]:
         values = self._values or {}
-        self._names = self._names or program.names
-        if program.names != self._names or not all(variable in values for variable in program.variables):
+        names = program.types.keys()
+        self._names = self._names or frozenset(names)
+        if names != self._names or not all(variable in values for variable in program.variables):
             before = f"{sorted(self._names)} of {[variable.name for variable in values]}"
-            now = f"{sorted(program.names)} of {[variable.name for variable in program.variables]}"
+            now = f"{sorted(names)} of {[variable.name for variable in program.variables]}"
             raise TrainingError(
                 f"evaluate: expected the same metrics and variables for all batches, got {before} for the first and "
                 f"{now} for another",
@@ -218,10 +230,9 @@ def _captured(variables: Sequence[Variable], captures: ExitStack) -> list[jax.Ar
     return [values[variable] for variable in variables]
 
 
-def _add(totals: MutableMapping[str, float], done: tuple[_EvaluationProgram, Mapping[str, Any]] | None) -> None:
+def _add(totals: Totals, done: tuple[_EvaluationProgram, Mapping[str, Any]] | None) -> None:
     if done is not None:
-        for name, value in done[0].sums(done[1]).items():
-            totals[name] += value
+        add(totals, done[0].totals(done[1]))
 
 
 def _programs_of(step: Callable[..., Any]) -> dict[Any, _EvaluationProgram]:
@@ -238,8 +249,7 @@ def _traced(step: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> _Eval
 
     def flat(*leaves: Any) -> dict[str, Any]:
         result = step(*jax.tree_util.tree_unflatten(tree, leaves))
-        named = result if isinstance(result, Mapping) else {"loss": result}
-        return {str(name): value for name, value in named.items()}
+        return {str(name): value for name, value in named_results(result).items()}
 
     jaxpr, consts, types = make_jaxpr(flat, *leaves)
     reads, writes = accesses(jaxpr.effects)
@@ -249,19 +259,14 @@ def _traced(step: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> _Eval
             "give a function without updates, such as a model in evaluation mode, and return its metrics",
             at=caller(),
         )
-    names, variables = sorted(types), reads
+    structure, variables = jax.tree_util.tree_structure(types), reads
 
-    def run(values: Sequence[Any], consts: Sequence[Any], leaves: Sequence[Any]) -> dict[str, Any]:
-        results = discharged(jaxpr, consts, leaves, State(zip(variables, values, strict=True)))
-        return dict(zip(names, results, strict=True))
+    def run(values: Sequence[Any], consts: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        found = discharged(jaxpr, consts, leaves, State(zip(variables, values, strict=True)))
+        return jax.tree_util.tree_unflatten(structure, found)
 
-    jitted = jax_jit(run)
-    return _EvaluationProgram(
-        variables,
-        frozenset(names),
-        _checked_examples(leaves, types),
-        lambda values, leaves: dict(jitted(values, consts, leaves)),
-    )
+    jitted, examples = jax_jit(run), _checked_examples(leaves, types)
+    return _EvaluationProgram(variables, types, examples, lambda values, leaves: jitted(values, consts, leaves))
 
 
 def _checked_examples(leaves: Sequence[Any], types: Mapping[str, Any]) -> int | None:
@@ -275,18 +280,33 @@ def _checked_examples(leaves: Sequence[Any], types: Mapping[str, Any]) -> int | 
             at=caller(),
         )
     for name, type in types.items():
-        kind = getattr(type.dtype, "kind", "")
-        is_real = isinstance(type.dtype, np.dtype) and np.can_cast(type.dtype, np.float64, "same_kind")
-        is_count = kind in "iub" and type.shape == () and name != EXAMPLES
-        is_sized = type.shape == () or type.shape == (count,)
-        if not is_real or is_count or not is_sized:
+        if not (_adds_up(type) if is_state(type) and name != EXAMPLES else _is_mean(name, type, count)):
+            shown = jax.tree_util.tree_map(lambda leaf: str(array_type_of(leaf)), type)
             raise TrainingError(
                 f"evaluate: {name}: expected a float scalar, the mean over the batch's examples, or without "
-                f"{EXAMPLES!r} an array with one value for each of them, got {array_type_of(type)}",
-                "return jnp.mean(...) of the values, or the values themselves",
+                f"{EXAMPLES!r} an array with one value for each of them, or the state of a metric, got {shown}",
+                "return jnp.mean(...) of the values, the values themselves, or for instance dflow.metrics.auc(...)",
                 at=caller(),
             )
     return count
+
+
+def _is_mean(name: str, type: Any, count: int | None) -> bool:
+    """Return whether a result is a mean over the batch's examples, or has one value for each of them."""
+    if not _is_real(type):
+        return False
+    is_count = type.dtype.kind in "iub" and type.shape == () and name != EXAMPLES
+    return not is_count and type.shape in ((), (count,))
+
+
+def _adds_up(state: Any) -> bool:
+    """Return whether a state has real arrays alone."""
+    return all(map(_is_real, jax.tree_util.tree_leaves(state)))
+
+
+def _is_real(type: Any) -> bool:
+    dtype = getattr(type, "dtype", None)
+    return isinstance(dtype, np.dtype) and np.can_cast(dtype, np.float64, "same_kind")
 
 
 def _iterated(batches: Any) -> Iterable[Any]:

@@ -26,7 +26,7 @@ from dflow.distributed.steps.ahead_rules import AheadRules
 from dflow.distributed.training.applying import shared_step
 from dflow.distributed.training.batch_supply import END
 from dflow.distributed.training.compared_steps import ComparedSteps
-from dflow.distributed.training.step_report import REPORT_S, first_not_finite, losses_of, real_scalars
+from dflow.distributed.training.step_report import REPORT_S, first_not_finite, losses_of, real_metrics
 from dflow.distributed.training.strategy import Strategy, StrategyRun, arguments_of
 from dflow.distributed.training.work_messages import ClaimSteps, StepsDone
 from dflow.distributed.wire.messages.status import NotFinite
@@ -236,7 +236,7 @@ class _ClaimWork:
     def progress(self) -> tuple[float, dict[str, float], NotFinite | None]:
         """Return the median duration of unreported steps, the newest metrics and `not_finite()`; begin a new report."""
         step_s = statistics.median(self.times) if self.times else 0.0
-        found = step_s, real_scalars(self.outcome), self.not_finite()
+        found = step_s, real_metrics(self.outcome), self.not_finite()
         self.first += len(self.losses)
         self.times.clear()
         self.losses.clear()

@@ -179,7 +179,7 @@ class ClaimedRun:
         """
         worker = self.workers[task]
         if worker.answered:
-            return [SendReply(ask, Claimed(worker.first, worker.count, self.sums))]
+            return [SendReply(ask, self._answer(range(worker.first, worker.first + worker.count)))]
         replies = self._refused(task, "RemoteError", f"{short_task_name(task)} has sent this claim again")
         self.waiting[task] = ask
         return replies if is_held else replies + self.answer_waiting()
@@ -232,14 +232,18 @@ class ClaimedRun:
             replies = [SendReply(self.waiting.pop(claim.task), Failure("RemoteError", text))]
         known = self.workers.get(claim.task)
         step_s = claim.step_s or (known.step_s if known is not None else 0.0)
+        self.sums = {} if claim.drops_sums else self.sums
         made = ClaimingWorker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more, step_s=step_s)
         self._save(msgspec.structs.replace(made, max_staleness=claim.max_staleness, least=claim.least))
         self.has_failed = claim.has_failed
         if claim.more:
             self.waiting[claim.task] = ask
         else:
-            replies.append(SendReply(ask, Claimed(0, 0, self.sums)))
+            replies.append(SendReply(ask, self._answer(range(0))))
         return replies
+
+    def _answer(self, steps: range) -> Claimed:
+        return Claimed(steps.start, len(steps), {} if steps else self.sums)
 
     def _refused(self, task: str, kind: str, text: str) -> list[SendReply]:
         return [SendReply(self.waiting[task], Failure(kind, text))] if task in self.waiting else []
@@ -275,7 +279,7 @@ class ClaimedRun:
             steps = self._take(self.workers[task])
             del self.waiting[task]
             self._save(msgspec.structs.replace(self.workers[task], first=steps.start, count=len(steps), answered=True))
-            replies.append(SendReply(ask, Claimed(steps.start, len(steps), self.sums)))
+            replies.append(SendReply(ask, self._answer(steps)))
         return replies
 
     def _take(self, worker: ClaimingWorker) -> range:

@@ -8,7 +8,7 @@ Invariants:
 - each batch is in the sums once: a batch whose task died is claimed again, and the dead task's is in no sum;
 - all sums are of one capture, since each capture has a separate run in the ledger. A capture is kept as long as a
   task that uses it lives. If all of them die, the evaluation begins again with another capture;
-- the evaluation has one result, the first that is recorded.
+- the evaluation has one result, the first that is recorded. Then the sums, which may be large, are no longer kept.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from dflow.tracing.state.resources import Variable
 
 #: Evaluates the batches of some numbers with values of variables; returns sums by name.
 Sums = Callable[[range, Sequence[jax.Array]], Mapping[str, float]]
+#: Returns the result of the evaluation, of the sums over all batches.
+Result = Callable[[Mapping[str, float]], Mapping[str, float]]
 
 
 class Evaluations:
@@ -60,21 +62,22 @@ class SharedEvaluation:
         self._cluster, self._name, self._count = cluster, name, count
         self._result = self._claim(f"result of evaluation {name}", 1)
 
-    def run(self, variables: Sequence[Variable], sums: Sums) -> dict[str, float]:
-        """Evaluate batches until all tasks together have done all; return the sums over all of them, by name.
+    def run(self, variables: Sequence[Variable], sums: Sums, result: Result) -> dict[str, float]:
+        """Evaluate batches until all tasks together have done all; return the result.
 
         If a task that holds variables is lost, the evaluation starts again after the return to a snapshot.
 
-        sums  function of a range of batch numbers and the captured values of `variables`; it evaluates these batches
-              and returns their sums by name
+        sums    function of a range of batch numbers and the captured values of `variables`; it evaluates these batches
+                and returns their sums by name
+        result  function of the sums over all batches
         """
-        return self._cluster.steps.retried(lambda: self._run(variables, sums))
+        return self._cluster.steps.retried(lambda: self._run(variables, sums, result))
 
-    def _run(self, variables: Sequence[Variable], sums: Sums) -> dict[str, float]:
+    def _run(self, variables: Sequence[Variable], sums: Sums, result: Result) -> dict[str, float]:
         shared = SharedValues(self._cluster.requests, self._cluster.steps, variables, self._name)
         try:
             found = self._captured(shared)
-            return found if isinstance(found, dict) else self._recorded(self._summed(*found, sums))
+            return found if isinstance(found, dict) else self._summed(*found, sums, result)
         finally:
             shared.end()
 
@@ -96,21 +99,21 @@ class SharedEvaluation:
                 return found
         raise AssertionError
 
-    def _summed(self, capture: str, values: Sequence[jax.Array], sums: Sums) -> dict[str, float]:
+    def _summed(self, capture: str, values: Sequence[jax.Array], sums: Sums, result: Result) -> dict[str, float]:
+        """Evaluate batches until all are done; return the result that was recorded first."""
         claim = self._claim(f"evaluation {self._name} of capture {capture}", self._count)
         given = self._ask(claim)
         while given.count:
             with self._returned(claim):
                 found = sums(given.steps, values)
             given = self._ask(replace(claim, done=given.count, sums=dict(found)))
-        return dict(given.sums)
-
-    def _recorded(self, sums: dict[str, float]) -> dict[str, float]:
-        """Record the sums as the result, unless another task has; return the result that was recorded first."""
-        given = self._ask(self._result)
-        if given.count:
-            given = self._ask(replace(self._result, done=1, sums=sums))
-        return dict(given.sums)
+        recorded = self._ask(self._result)
+        if recorded.count:
+            with self._returned(self._result):
+                found = result(given.sums)
+            recorded = self._ask(replace(self._result, done=1, sums=dict(found)))
+        self._ask(replace(claim, more=False, drops_sums=True))
+        return dict(recorded.sums)
 
     @contextmanager
     def _returned(self, claim: ClaimSteps) -> Iterator[None]:

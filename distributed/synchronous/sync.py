@@ -19,6 +19,7 @@ from dflow.distributed.asynchronous.async_ import Async
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.synchronous.round_part import RoundPart
 from dflow.distributed.training.batch_supply import END, BatchSupply
+from dflow.distributed.training.metric_states import states
 from dflow.distributed.training.step_report import StepProgress, real_scalars
 from dflow.distributed.training.strategy import Strategy, StrategyRun
 from dflow.tracing.devices.task_name import split_task_name
@@ -99,8 +100,8 @@ class Sync(Strategy):
                             self.accepted += is_fresh
                             self.dropped += not is_fresh
                             progress.reached(opening.done)
-                            scalars, is_late = real_scalars(outcome), not is_fresh
-                            progress.note(opening.done, scalars, step_s=step_s, is_dropped=is_late)
+                            metrics, is_late = real_scalars(outcome) | states(outcome), not is_fresh
+                            progress.note(opening.done, metrics, step_s=step_s, is_dropped=is_late)
                         following = None
                         if opening.done + 1 >= run.steps:
                             # Before the last result: a program that has it need not come back for more.

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.training.metric_states import computed, named_results, on_host, states
 from dflow.distributed.training.work_messages import RoundsDone
 from dflow.distributed.wire.messages.status import NotFinite
 
@@ -63,7 +64,7 @@ class StepProgress:
     def report(self) -> None:
         """Wait until the losses since the last report are computed, and report the steps to the coordinator."""
         news, found = self._news, first_not_finite(self._losses)
-        metrics = real_scalars(self._outcome)
+        metrics = real_metrics(self._outcome)
         mean_s = (time.monotonic() - self._told_s) / news.steps if news.steps else 0.0
         self._tell(replace(news, step_s=news.step_s or mean_s, metrics=metrics, not_finite=found))
 
@@ -99,13 +100,18 @@ def real_scalars(outcome: Any) -> dict[str, float]:
     return {name: float(value) for name, value in scalars(outcome)}
 
 
+def real_metrics(outcome: Any) -> dict[str, float]:
+    """Return the real scalars of a step's result, and the values of its states of metrics, by name; waits for them."""
+    values = (computed(name, on_host(state)) for name, state in states(outcome).items())
+    return real_scalars(outcome) | {name: number for found in values for name, number in found.items()}
+
+
 def scalars(outcome: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each real scalar in a step's result. A result that is no mapping is named `loss`.
 
     Values may be arrays that are not computed yet.
     """
-    named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
-    return ((str(name), value) for name, value in named.items() if _is_real_scalar(value))
+    return ((str(name), value) for name, value in named_results(outcome).items() if _is_real_scalar(value))
 
 
 def _is_real_scalar(value: Any) -> bool:

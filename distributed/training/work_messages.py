@@ -14,7 +14,7 @@ ROUNDS = "/rounds"
 class Claimed(Marked, frozen=True):
     """Steps `first` to `first + count - 1`; a count of 0: all steps are done, or the claim had `more` false.
 
-    `sums`  sums by name over all steps of the run that are done, as claims reported them
+    `sums`  without steps: sums by name over all steps of the run that are done, as claims reported them
     """
 
     first: int
@@ -45,6 +45,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
     `is_training` whether the run's steps are counted in the status of the cluster; the first claim fixes it
     `least`      number of steps to claim at least, however long they take, up to the worker's share of the rest
     `has_failed` whether the worker leaves the run by an error, or because its program left the loop early
+    `drops_sums` whether the run's sums are no longer needed
     """
 
     speaker, is_numbered, series = "task", True, "run"
@@ -64,6 +65,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
     is_training: bool = True
     least: int = 1
     has_failed: bool = False
+    drops_sums: bool = False
 
 
 class StepsDone(Notice, frozen=True):

@@ -6,12 +6,14 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
 
 import dflow
 from dflow.distributed import Async
@@ -168,6 +170,35 @@ def is_freed(memory: MemoryCluster) -> bool:
     return not any(one._shared or one._captured for one in held)
 
 
+@jax.tree_util.register_dataclass
+@dataclass
+class Average:
+    """A metric as clu and metrax have them, with a setting among its arrays."""
+
+    total: Any
+    count: Any
+    scale: Any = 2
+
+    def merge(self, other: Any) -> Any:
+        return Average(self.total + other.total, self.count + other.count, self.scale)
+
+    def compute(self) -> Any:
+        value = jnp.asarray(self.total) / self.count
+        return {"mean": value, "scaled": [value * part for part in range(self.scale)]}
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Largest:
+    value: Any
+
+    def merge(self, other: Any) -> Any:
+        return Largest(jnp.maximum(self.value, other.value))
+
+    def compute(self) -> Any:
+        return self.value
+
+
 class Program:
     """A variable on each parameter task, which training counts up together, and an evaluation of both."""
 
@@ -183,7 +214,8 @@ class Program:
             variable.assign_add(x)
 
     def step(self, rows: Any) -> Any:
-        return {"rows": rows, "seen": self.v[0].read(), "difference": self.v[0] - self.v[1]}
+        means = {"rows": rows, "seen": self.v[0].read(), "difference": self.v[0] - self.v[1]}
+        return means | {"auc": dflow.metrics.auc(rows, rows % 2), "kept": Average(rows.sum(), rows.size)}
 
     def evaluated(self, batches: Any, name: str = "e") -> dict[str, float]:
         return dflow.evaluate(self.step, batches, cluster=self.cluster, name=name)
@@ -203,13 +235,14 @@ class Batches:
         return np.full(1 + number % 3, number, np.float32)
 
 
-EXAMPLES = sum(1 + number % 3 for number in range(COUNT))
-MEAN = sum(number * (1 + number % 3) for number in range(COUNT)) / EXAMPLES
+ROWS = np.repeat(np.arange(COUNT), 1 + np.arange(COUNT) % 3)
+AUC = roc_auc_score(ROWS % 2, ROWS)
 
 
 def is_right(found: dict[str, float], seen: float) -> bool:
-    assert found.pop("rows") == pytest.approx(MEAN, rel=1e-12)
-    return found == {"seen": seen, "difference": 0.0, "examples": EXAMPLES}
+    names, mean = ("rows", "auc", "kept/mean", "kept/scaled/0", "kept/scaled/1"), ROWS.mean()
+    assert [found.pop(name) for name in names] == pytest.approx([mean, AUC, mean, 0, mean])
+    return found == {"seen": seen, "difference": 0.0, "examples": len(ROWS)}
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -335,6 +368,12 @@ def test_what_tasks_cannot_share_is_refused(workers: list[Cluster]) -> None:
         dflow.evaluate(lambda x: x, (x for x in [ROWS_OF_X]), cluster=workers[0], name="b")
     with pytest.raises(dflow.TrainingError, match=r"(?s)expected cluster= and name= together, got cluster= alone"):
         dflow.evaluate(lambda x: x, [ROWS_OF_X], cluster=workers[0])
+    shared, text = (
+        Program(workers[0]),
+        r"(?s)m: expected a merge that adds .* makes 1000 of 3 and 1000 .*f32.*metrics.Sums",
+    )
+    with pytest.raises(dflow.TrainingError, match=text):
+        dflow.evaluate(lambda x: {"m": Largest(x * shared.v[0])}, [ROWS_OF_X], cluster=workers[0], name="d")
     assert dflow.evaluate(lambda x: x, [ROWS_OF_X], cluster=workers[0], name="c") == {"loss": 0.0, "examples": 1.0}
 
 

@@ -1,3 +1,4 @@
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -274,36 +275,43 @@ TestRandomRun = RandomRun.TestCase
 TestRandomRun.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 
 
-def sums_of(replies: list[SendReply]) -> dict[str, float]:
-    [reply] = replies
-    assert isinstance(reply.message, Claimed)
-    return reply.message.sums
-
-
 def test_the_sums_of_a_run_have_each_step_once() -> None:
     records = DurableRecords()
-    ledger, one = Ledger(records), {"loss": 1.5, "examples": 1.0}
+    ledger, one, looks = Ledger(records), {"loss": 1.5, "examples": 1.0}, itertools.count(1)
 
     def claim(task: str, number: int, done: int = 0, last: int | None = None) -> list[SendReply]:
         last = number - 1 if last is None else last
         sums = {name: value * done for name, value in one.items()}
         return ledger.ask(number, ClaimSteps("run", task, 4, number, last, done, sums=sums))
 
-    assert sums_of(claim(A, 1)) == sums_of(claim(B, 1)) == {}
-    assert sums_of(claim(A, 2, done=1)) == one
-    assert sums_of(claim(A, 2, done=1)) == one  # sent again
-    assert sums_of(claim(A, 3, done=1, last=1)) == one  # the answer to claim 2 was lost
+    def sums(drops: bool = False) -> dict[str, float]:
+        [reply] = ledger.ask(99, ClaimSteps("run", C, 4, next(looks), more=False, drops_sums=drops))
+        assert isinstance(reply.message, Claimed)
+        return reply.message.sums
+
+    claim(A, 1)
+    [reply] = claim(B, 1)
+    assert sums() == {}
+    for _ in range(2):  # sent again
+        [reply] = claim(A, 2, done=1)
+        assert reply.message == Claimed(2, 1)
+        assert sums() == one
+    claim(A, 3, done=1, last=1)  # the answer to claim 2 was lost
+    assert sums() == one
     before = ledger.copy()
     ledger.leave(B)
-    assert sums_of(claim(B, 1, done=1, last=0)) == one  # of a claim that was given to others
+    claim(B, 1, done=1, last=0)  # of a claim that was given to others
+    assert sums() == one
     claim(A, 4, done=1)
     rows = {key: row for key, row in records.changed.items() if row is not None}
     ledger = Ledger(DurableRecords(rows))  # started again
     assert claim(A, 5, done=1) == []  # waits for B
     for reply in claim(B, 2, done=1):
-        assert sums_of([reply]) == {"loss": 6.0, "examples": 4.0}
+        assert reply.message == Claimed(4, 0, {"loss": 6.0, "examples": 4.0})
     ledger.return_to(before)
-    assert sums_of(claim(A, 6, done=1)) == one  # of a claim from before the return
+    claim(A, 6, done=1)  # of a claim from before the return
+    assert sums() == one
+    assert sums(drops=True) == sums() == {}
 
 
 @pytest.mark.parametrize("is_training", [False, True])
