@@ -148,6 +148,10 @@ class TraceLog:
         if len(self.records) == 1 and self.code is not None and self.made is not None:
             self._count_remaking(self.code, self.made)
 
+    def expect_short_batches(self) -> None:
+        """Give no warning of a trace for a batch of another number of rows, since the caller knows of it."""
+        self._has_told_short = True
+
     def _warn_in_run(self, record: TraceRecord) -> None:
         """Warn of a trace that delays a run, once, unless no argument caused it or its lengths are expected."""
         if _needs_no_warning(record):

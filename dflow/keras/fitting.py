@@ -8,6 +8,7 @@ the callbacks of worker 0 then see the same logs again, and change and write not
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 
 from dflow.distributed.collectives.all_reduce import AllReduce
 from dflow.distributed.synchronous.hybrid import Hybrid
+from dflow.distributed.synchronous.sync import Sync
 from dflow.distributed.training.strategy import Strategy
 from dflow.keras.chief_words import ChiefWords
 from dflow.keras.fit_data import FitBatches, part_of
@@ -283,6 +285,15 @@ class Fit(Callback):
             yield
         self._values.changed()
         self._values.stale()
+
+
+def without_loss(strategy: Strategy) -> Strategy:
+    """Return the strategy as `fit` uses it: a synchronous step waits for the part of a worker that has died."""
+    if not isinstance(strategy, Sync) or strategy.has_backup_workers:
+        return strategy
+    whole = copy.copy(strategy)
+    whole.elastic = False
+    return whole
 
 
 def sees_all_parts(strategy: Strategy) -> bool:

@@ -25,7 +25,7 @@ from dflow.distributed.standalone import standalone
 from dflow.distributed.training.strategy import Strategy, run_name
 from dflow.keras.chief_words import ChiefWords
 from dflow.keras.fit_data import FitBatches, fit_batches, plain
-from dflow.keras.fitting import Fit, FitPlan, sees_all_parts, test_callbacks
+from dflow.keras.fitting import Fit, FitPlan, sees_all_parts, test_callbacks, without_loss
 from dflow.keras.keras_model import check_model, names_of, unfit_tables, with_plain_tables
 from dflow.keras.live_values import KeptWeights, LiveValues
 from dflow.keras.metric_totals import VECTOR, MetricStates, MetricTotals
@@ -206,7 +206,19 @@ class Model:
                 return {}
             return self._evaluated(validation, f"epoch {epoch} of {run}")
 
-        plan = FitPlan(*(run, strategy, self._fit_step, batches, steps, (initial_epoch, epochs), totals, row, validate))
+        plan = FitPlan(
+            *(
+                run,
+                without_loss(strategy),
+                self._fit_step,
+                batches,
+                steps,
+                (initial_epoch, epochs),
+                totals,
+                row,
+                validate,
+            )
+        )
         kept = None if self.tables else KeptWeights(self._weights(), self._totals_scope, f"{self._model.name}/kept")
         return Fit(plan, self._model, self._live, kept, callbacks, verbose).history()
 
@@ -309,6 +321,7 @@ class Model:
                 return self._train_in_epoch(totals, row, weight, x, y, sample_weight)
 
             self._fit_step = jit(train)
+            self._fit_step.trace_log().expect_short_batches()  # Keras uses the last batch of an epoch as it is
             first = totals.reserve(epochs)
         assert self._totals is not None
         assert first is not None

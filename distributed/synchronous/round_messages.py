@@ -54,7 +54,8 @@ class OpenRounds(Request[Ok], frozen=True):
     update, a step over the registered plans `handles` (by task). In this step the other tasks take the mean of the same
     gradients. The payload holds the arrays fed `before` the mean and those fed `after` it. `workers` take part. The
     accumulator is held under `key`, which has the worker's container before its name. `epoch` is the number of returns
-    of all tasks to a snapshot before the plans were registered.
+    of all tasks to a snapshot before the plans were registered. Unless the run `is_elastic`, its rounds wait for the
+    next process of a worker that has died.
     """
 
     name: str
@@ -67,6 +68,7 @@ class OpenRounds(Request[Ok], frozen=True):
     before: tuple[ArrayInfo, ...] = ()
     after: tuple[ArrayInfo, ...] = ()
     epoch: int = 0
+    is_elastic: bool = True
 
 
 class RoundOpen(Message, frozen=True):

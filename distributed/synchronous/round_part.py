@@ -40,7 +40,7 @@ from dflow.distributed.training.work_messages import ROUNDS
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.tracing.argument_ids import types_of
-from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.errors import DflowError, StepCancelled, StrategyError
 from dflow.tracing.jax_frontend import closed_parts, current_trace
 from dflow.tracing.jaxprs.from_jaxpr import graph_of
@@ -65,10 +65,14 @@ class RoundPart:
 
     job    job of the step aggregator, called the host here; the coordinator chooses one of its tasks
     dense  receives the gradients of the step for variables of this process; None if there must be none
+    is_elastic  whether rounds go on without workers that have died
     """
 
-    def __init__(self, cluster: Cluster, run: str, job: str, dense: DenseGradients | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, run: str, job: str, dense: DenseGradients | None = None, *, is_elastic: bool = True
+    ) -> None:
         self._cluster, self._run, self._job, self._dense = cluster, run, job, dense
+        self._is_elastic = is_elastic
         #: Compares the programs of workers that compute together; None if they only share the variables of tasks.
         self._programs = cluster.part(Collectives).programs if dense is not None else None
         self._compared = cluster.part(ComparedSteps)
@@ -145,9 +149,11 @@ class RoundPart:
         epoch = self._cluster.steps.epoch  # before the plans are sent: those of before a return are refused
         handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
-        workers, count = self._cluster.colleagues()[0], len(before)
+        (workers, every), count = self._cluster.colleagues(), len(before)
+        if not self._is_elastic:
+            workers = tuple(task_name(split_task_name(self._cluster.task)[0], index) for index in range(every))
         named, feeds = (self._accumulator, accumulator.key), (infos[:count], infos[count:])
-        message = OpenRounds(self._run, steps, wanted, workers, *named, dict(handles), *feeds, epoch)
+        message = OpenRounds(self._run, steps, wanted, workers, *named, dict(handles), *feeds, epoch, self._is_elastic)
         self._cluster.requests.ask(self._host, message, payload)
 
     def _compare_step(self, optimizers: Sequence[GivenOptimizer], traced: Traced) -> None:

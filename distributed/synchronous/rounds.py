@@ -11,7 +11,8 @@ Invariants:
 - each request of a worker gets one answer: an opening later than the one that the worker has completed, or an error;
 - a round waits for `wanted` gradients, or for all that can come if they are fewer, and for at least one. Gradients can
   come from workers that have not left, from workers that left after giving theirs, and, until all others have given
-  theirs, from workers that died and may have given one. So a dead worker's gradient never displaces a live worker's;
+  theirs, from workers that died and may have given one. So a dead worker's gradient never displaces a live worker's.
+  A run that is not elastic waits for the gradient of a worker that died from its next process;
 - after a failed update each worker that took part gets the error once, and the run resumes when it is opened again;
 - after the last round every request is answered immediately;
 - the run holds nothing but numbers from each FreeRun to the next `began`; a FreeRun comes as soon as no worker takes
@@ -60,6 +61,8 @@ class Rounds:
     failed: int = 0
     rounds: int | None = None
     wanted: int = 0
+    #: Whether rounds go on without workers that died.
+    is_elastic: bool = True
     is_open: bool = False
     is_updating: bool = False
     #: Whether the last update failed, so that perhaps some tasks have applied the next round already.
@@ -99,6 +102,7 @@ class Rounds:
     def return_to(self, done: int, rounds: int | None, wanted: int, *, is_half_done: bool) -> Rounds:
         """Return a new, closed state of the run after `done` rounds; its openings have greater numbers than before."""
         number, failed = self.number + 1, self.number + 1 - done
+        # Whether it is elastic is set when it is opened.
         return Rounds(self.name, number, failed, rounds=rounds, wanted=wanted, is_half_done=is_half_done)
 
     def began(self, worker: str) -> list[RoundCommand]:
@@ -109,7 +113,7 @@ class Rounds:
         self.untold.discard(worker)
         return []
 
-    def open(self, rounds: int, wanted: int, workers: Sequence[str]) -> list[RoundCommand]:
+    def open(self, rounds: int, wanted: int, workers: Sequence[str], *, is_elastic: bool = True) -> list[RoundCommand]:
         """Open the next round for these workers, except any that left before, unless it is open or the run is over.
 
         The first call fixes the number of `rounds`, and of gradients `wanted` in each.
@@ -119,6 +123,7 @@ class Rounds:
         if self.is_open or self.is_over:
             return []
         self.is_open = self.is_held = True
+        self.is_elastic = is_elastic
         self.workers |= {*workers} - self.left
         return [OpenRound(self.number), *self._enough()]
 
@@ -174,14 +179,16 @@ class Rounds:
         """
         self.taking_part.discard(worker)
         self.untold.discard(worker)
-        if self.is_open and done is None:
+        is_waited_for = done is None and not self.is_elastic
+        if self.is_open and done is None and self.is_elastic:
             self.lost |= {worker} & self.workers
         elif self.is_open and done is not None and done >= self.number:
             self.given.add(worker)
         if self.rounds is None or (self.is_open and done is not None):
             # A worker that leaves because an update failed is expected back, so it is not added then.
             self.left.add(worker)
-        self.workers.discard(worker)
+        if not is_waited_for:
+            self.workers.discard(worker)
         request = self.requests.pop(worker, None)
         gone = Failure("RemoteError", f"{worker} has left {self.name!r}")
         told = [] if request is None else [SendReply(request, gone)]

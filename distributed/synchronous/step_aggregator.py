@@ -116,7 +116,8 @@ class StepAggregator(TaskPart):
         count = len(message.before)
         update = _MeanUpdate(message, self._task.resources.accumulator(message.key), arrays[:count], arrays[count:])
         # The sender may not know yet of all workers that have left.
-        workers = tuple(worker for worker in message.workers if not self._task.channel.has_left(worker))
+        has_left = self._task.channel.has_left
+        workers = tuple(worker for worker in message.workers if not message.is_elastic or not has_left(worker))
         self._run(message.name).open(update, workers)
 
     @requests.queued(NextRound)
@@ -293,7 +294,8 @@ class _AggregatedRun:
             self._refuse_earlier(message.accumulator)
             if not self._rounds.is_over:
                 self.update, self.key = self.update or update, message.key
-            self._handle(self._rounds.open, message.rounds, message.wanted, workers)
+            opened = partial(self._rounds.open, is_elastic=message.is_elastic)
+            self._handle(opened, message.rounds, message.wanted, workers)
 
     def copy(self) -> RunCopy:
         """Return a copy of the run; see `StepAggregator.copy`."""

@@ -11,6 +11,7 @@ An opening is an attempt at a round: a round whose update fails is opened again,
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,8 @@ class Sync(Strategy):
     cluster         the result of `dflow.connect()`
     backup_workers  number of gradients that a round does not wait for: the slowest ones, which are dropped
     requeue         whether a batch whose gradient was dropped is used again in the next round instead of lost
+    elastic         whether rounds go on without a worker that has died until its next process comes, which leaves its
+                    batches out; False: the open round waits for that process, so that all batches are used
     job             the job whose tasks hold the variables made in `variables()`; one of these tasks hosts the run
     raises          StrategyError if this many backup workers leave no worker to wait for
 
@@ -46,7 +49,9 @@ class Sync(Strategy):
     compiles_steps = True
 
     @suggests_keywords
-    def __init__(self, cluster: Cluster, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:
+    def __init__(
+        self, cluster: Cluster, *, backup_workers: int = 0, requeue: bool = False, elastic: bool = True, job: str = "ps"
+    ) -> None:
         workers = cluster.colleagues()[1]
         if not 0 <= backup_workers < workers:
             raise StrategyError(
@@ -56,8 +61,15 @@ class Sync(Strategy):
             )
         super().__init__(cluster)
         self._wanted, self._requeue, self._job = workers - backup_workers, requeue, job
+        #: Whether rounds go on without a worker that has died.
+        self.elastic = elastic
         #: Numbers of this worker's gradients that are in updates, and that were too late.
         self.accepted = self.dropped = 0
+
+    @property
+    def has_backup_workers(self) -> bool:
+        """Whether a round ends before all workers have given their gradients."""
+        return self._wanted < self.cluster.colleagues()[1]
 
     @property
     def batches_per_step(self) -> int:
@@ -70,7 +82,7 @@ class Sync(Strategy):
                 "leave requeue out, or give an iterable",
             )
         if not self.cluster.is_standalone:
-            yield from self._rounds(RoundPart(self.cluster, run.name, self._job), run)
+            yield from self._rounds(RoundPart(self.cluster, run.name, self._job, is_elastic=self.elastic), run)
             return
         # Each step is a round of one worker.
         for outcome in Async(self.cluster).results(run):
@@ -132,7 +144,9 @@ class Sync(Strategy):
                         failures = 0
                     done = -1
         finally:
-            part.leave(done)
+            # A worker that fails is waited for, where its part of a batch may not be left out.
+            if self.elastic or isinstance(sys.exception(), GeneratorExit | None):
+                part.leave(done)
             progress.report()
 
 

@@ -232,3 +232,15 @@ def test_whoever_dies_no_gradient_of_a_worker_that_lives_is_left_out(seed: int, 
             world.move(worker)
         else:
             world.move(worker)
+
+
+def test_a_run_that_is_not_elastic_waits_for_the_next_process_of_a_worker_that_died() -> None:
+    run = Rounds("run")
+    for worker in (A, B):
+        run.began(worker)
+    assert run.open(10, 2, (A, B), is_elastic=False) == [OpenRound(0), SetEnough(2)]
+    assert last(run.ready(1, A, -1), run.ready(2, B, -1), run.ready(3, A, 0), run.leave(B)) == []
+    # The next process of B does the step of the open round, or finds that its gradient is in it.
+    assert last(run.began(B), run.ready(4, B, -1)) == [SendReply(4, RoundOpen(0, 0))]
+    assert run.ready(5, B, 0) == []
+    assert run.updated() == [OpenRound(1), SetEnough(2), SendReply(3, RoundOpen(1, 1)), SendReply(5, RoundOpen(1, 1))]
