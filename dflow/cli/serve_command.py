@@ -17,12 +17,13 @@ from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
 from dflow.tracing.devices.task_name import task_name
-from dflow.tracing.errors import ConfigError, ExportError, RemoteError
+from dflow.tracing.errors import ConfigError, DeadlineExceeded, ExportError, RemoteError
 
 if TYPE_CHECKING:
     from dflow.distributed.cluster.cluster import Cluster
     from dflow.distributed.transport.security.policy import SecurityPolicy
     from dflow.serving.model_server import ModelServer
+    from dflow.serving.rows.task_rows import TableShard
     from dflow.serving.rows.training_job import TrainingJob
     from dflow.serving.served_version import ServingSettings
 
@@ -217,24 +218,31 @@ def _tables(options: argparse.Namespace, security: SecurityPolicy) -> Cluster | 
     from dflow.serving.rows.training_job import TrainingJob
 
     job = TrainingJob(options.tables, SocketTransport(security=security), name=task_name(SERVERS, 0))
-    if job.trains(_names_of_tables(options)):
-        print(f"rows of tables are those of the job at {options.tables}, as they change", flush=True)
-        return job
-    job.close()
-    return _member(options, security)
+    exports = _tables_of_exports(options)
+    if not job.trains([shard.name for shards in exports for shard in shards]):
+        job.close()
+        return _member(options, security)
+    print(f"rows of tables are those of the job at {options.tables}, as they change", flush=True)
+    for shards in exports:
+        with suppress(ExportError, DeadlineExceeded):  # which the load of that version raises again
+            job.rows(shards).close()
+    return job
 
 
-def _names_of_tables(options: argparse.Namespace) -> set[str]:
-    """Return the names of all variables that the exports look rows up in."""
+def _tables_of_exports(options: argparse.Namespace) -> list[list[TableShard]]:
+    """Return the tables of the newest version of each model."""
     from dflow.exporting.export_format import read_manifest
     from dflow.exporting.task_tables import tables_of
+    from dflow.serving.rows.task_rows import shards_of
     from dflow.serving.served_model import find_models, versions_in
 
-    found: set[str] = set()
+    found = []
     for folder in find_models(options.path, options.name).values():
-        for path in versions_in(folder).values():
-            with suppress(ExportError):  # it is refused when it is loaded
-                found |= tables_of(read_manifest(path))
+        _, path = max(versions_in(folder).items())
+        with suppress(ExportError):  # it is refused when it is loaded
+            manifest = read_manifest(path)
+            away = tables_of(manifest)
+            found.append([one for one in shards_of(path, manifest, of_ids=True) if one.name in away])
     return found
 
 

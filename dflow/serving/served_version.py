@@ -20,19 +20,17 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.exporting.export_format import read_manifest
 from dflow.exporting.export_manifest import wide_arrays
 from dflow.exporting.loaded_function import LoadedFunction
-from dflow.exporting.loader import Loaded, load, load_beside_job
-from dflow.exporting.task_tables import array_type, forget, tables_of
+from dflow.exporting.loader import load, load_beside_job
+from dflow.exporting.task_tables import forget, tables_of
 from dflow.serving.request_batches import BatchObserver, RequestQueue, batch_sizes
 from dflow.serving.row_check import ROWS, dependence_of_rows
 from dflow.serving.rows.table_rows import FetchingFunction, TableRows
-from dflow.serving.rows.task_rows import TableShard, TablesOfCluster, TaskRows
+from dflow.serving.rows.task_rows import TableShard, TablesOfCluster, TaskRows, shards_of
 from dflow.serving.rows.training_job import TrainingJob
 from dflow.serving.signature_tensors import SignatureTensors
 from dflow.serving.tensors import zeros
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import ConfigError, ExportError
-from dflow.tracing.rows.id_rows import IdRows
-from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.state.resources import Variable
 
 #: Threads that call a function without batches: one prepares and answers while the other waits for the device.
@@ -95,12 +93,6 @@ class ServingSettings:
         """The longest time that a row is used."""
         usual = JOB_AGE_S if isinstance(self.tables, TrainingJob) else math.inf
         return usual if self.max_age_s is None else self.max_age_s
-
-
-def _shard(path: Path, loaded: Loaded, name: str, id_rows: IdRows | None) -> TableShard:
-    entry = loaded._manifest.variables[name]
-    part = None if entry.part is None else ArrayPart(tuple(entry.part.shape), entry.part.indices)
-    return TableShard(name, array_type(path, entry.type), part, id_rows)
 
 
 class ServedVersion:
@@ -184,19 +176,14 @@ class ServedVersion:
         self, path: Path, tables: Cluster | TrainingJob
     ) -> tuple[list[TableShard], TaskRows, dict[str, Variable]]:
         """Return the tables of the functions, a reader of their rows, and the variables of those that are here."""
-        lookups = [one.lookups for one in self._loaded._callers.values() if one.lookups is not None]
-        names = dict.fromkeys(name for one in lookups for name in one.tables)
-        variables = self._loaded.variables
+        variables, manifest = self._loaded.variables, self._loaded._manifest
+        shards = shards_of(path, manifest, of_ids=isinstance(tables, TrainingJob))
+        away = tables_of(manifest)
+        here = {shard.name: variables[shard.name] for shard in shards if shard.name not in away}
         if isinstance(tables, TrainingJob):
-            id_rows = {name: how for one in lookups for name, how in one.id_rows.items()}
-            shards = [_shard(path, self._loaded, name, id_rows.get(name)) for name in names]
-            here = {name: variables[name] for name in names if name in variables}
-            return shards, tables.rows([shard for shard in shards if shard.name not in here]), here
-        away = tables_of(self._loaded._manifest)
+            return shards, tables.rows([shard for shard in shards if shard.name in away]), here
         self._tables = TablesOfCluster(tables, variables)
-        reader = TaskRows(tables.transport, tables.task, self._tables)
-        here = {name: variables[name] for name in names if name not in away}
-        return [_shard(path, self._loaded, name, None) for name in names], reader, here
+        return shards, TaskRows(tables.transport, tables.task, self._tables), here
 
     def _function(self, name: str) -> Any:
         caller: LoadedFunction = self._loaded._callers[name]

@@ -19,7 +19,7 @@ import numpy as np
 
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.tracing.errors import VariableError
-from dflow.tracing.ir.each_once import mixed_bits
+from dflow.tracing.ir.id_hash import mixed_bits
 from dflow.tracing.ir.wide_sums import is_narrow
 from dflow.tracing.rows.random_rounding import rounded_at_random, widened
 from dflow.tracing.rows.row_values import HIGH, LOW

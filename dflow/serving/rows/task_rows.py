@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.task.row_read_messages import ReadRows, RowRead, RowsRead
 from dflow.distributed.transport.base import Handler, Peer, PendingReply, Transport
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
+from dflow.exporting.export_manifest import ExportManifest
+from dflow.exporting.task_tables import array_type
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed, VariableError
 from dflow.tracing.ir.types import ArrayType
@@ -72,6 +75,21 @@ class TableShard:
     def rows_of_table(self) -> int:
         """The number of rows of the table."""
         return int(self.type.shape[0] if self.part is None else self.part.whole[0])
+
+
+def shards_of(path: Path, manifest: ExportManifest, *, of_ids: bool) -> list[TableShard]:
+    """Return the shards that the functions of the export at `path` look rows up in. Raises ExportError.
+
+    of_ids  whether the tasks find the rows of ids
+    """
+    lookups = [one.lookups for one in manifest.signatures.values() if one.lookups is not None and not one.vjp_order]
+    id_rows = {name: how for one in lookups for name, how in one.id_rows.items()} if of_ids else {}
+    shards = []
+    for name in dict.fromkeys(name for one in lookups for name in one.tables):
+        entry = manifest.variables[name]
+        part = None if entry.part is None else ArrayPart(tuple(entry.part.shape), entry.part.indices)
+        shards.append(TableShard(name, array_type(path, entry.type), part, id_rows.get(name)))
+    return shards
 
 
 class Location(NamedTuple):

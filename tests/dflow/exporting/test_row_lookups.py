@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.exporting.task_tables import forget as free
+from dflow.lowering.programs import lookup_programs
+from dflow.lowering.programs.lookup_programs import LookupsLeftOut
 from dflow.serving import model_server, served_version
 from dflow.serving.rows.row_cache import RowCache
 from dflow.serving.served_version import ServingSettings
@@ -146,6 +148,15 @@ def test_a_function_needs_only_the_tasks_of_its_own_tables(tmp_path: Path) -> No
         assert {one_at, two_at} == {"/job:ps/task:0", "/job:ps/task:1"}
         cluster.tasks[f"ps:{two_at[-1]}"].close()
         assert [infer(server.url, f"m.{name}", body)[0] for name in functions] == [200, 503, 200, 503]
+
+
+def test_an_export_whose_lookups_are_left_out_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = dflow.Embedding(9, 2, name="left out")
+    monkeypatch.setattr(lookup_programs, "_zeros", lambda structs: 1 / 0)  # as JAX may fail, in ways of its own
+    monkeypatch.setattr(lookup_programs, "_needed_for_numbers", lambda *_: set())
+    text = r"table is exported without the lookups of left out/0, .* JAX does not export them apart: division by zero"
+    with pytest.warns(LookupsLeftOut, match=text):
+        dflow.export({"table": (table, dflow.spec("n", jnp.int32))}, platforms=["cpu"])
 
 
 def test_a_silent_task_is_asked_once_to_free_tables(path: Path, cluster: Any, monkeypatch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import pytest
 
 import dflow
 from dflow.__main__ import main
+from dflow.cli.serve_command import SERVE, _securities
+from dflow.distributed.transport.addresses import TcpAddress
+from dflow.distributed.transport.security.policy import SameMachine
+from dflow.distributed.transport.security.shared_secret import SharedSecret
 from tests.dflow.serving.inference_client import infer, json_request
 from tests.dflow.serving.small_exports import learner
 from tests.distributed.processes import DEADLINE_S, Spawned
@@ -50,6 +55,17 @@ def test_options_without_those_that_they_need_are_refused_at_once(capsys: pytest
     ):
         assert main(["serve", "model", *words.split()]) == 1
         assert remedy in capsys.readouterr().err
+
+
+def test_a_secret_is_for_the_cluster_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["certs", "secret", str(tmp_path / "secret")])
+    monkeypatch.setenv("DFLOW_SECRET_FILE", str(tmp_path / "secret"))
+    parser = argparse.ArgumentParser()
+    SERVE.add_options(parser)
+    options = parser.parse_args(["model", "--tables", "10.0.0.1:9"])
+    for host, kind in (("127.0.0.1", SameMachine), ("10.0.0.2", SharedSecret)):
+        security, to_cluster = _securities(options, TcpAddress(host, 8000), None)
+        assert (type(security), type(to_cluster)) == (kind, SharedSecret)
 
 
 def test_the_help_needs_no_server_library(capsys: pytest.CaptureFixture[str]) -> None:
