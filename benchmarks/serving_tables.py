@@ -7,13 +7,14 @@ the other by clients on the same cores, as `benchmarks.serving` has them. `ratio
 those of the server that has the table, in the same round; `hits` is the share of rows that came from the cache.
 
 Then a worker trains the same table at two other tasks, by `Async`, and a server looks its rows up there as they change,
-with a cache of a tenth of the rows whose age is at most `AGE_S`. `examples/s` is the speed of the training: without the
-server, beside one that is asked for nothing, and beside one that is loaded by the clients.
+with a cache of a tenth of the rows whose age is at most `AGE_S`. `examples/s` is the speed of the training beside that
+server: paused, asked for nothing, and loaded by the clients; `training` is its ratio to the first, in the same round.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -120,21 +121,37 @@ def beside_training(path: Path, rows: int, seconds: float, requests: list[list[b
             steps, took_s = observer.status().steps_done - before, time.monotonic() - began
             return BATCH * steps / took_s, found
 
-        alone = [rate_beside(lambda: time.sleep(seconds))[0] for _ in range(rounds)]
         words = ("--tables", address, "--cache-rows", str(rows // 10), "--max-age", str(AGE_S))
-        port = port_of(command(stack, "serve", str(path), "--address", "127.0.0.1:0", *words))
+        server = command(stack, "serve", str(path), "--address", "127.0.0.1:0", *words)
+        port = port_of(server)
         answer_of(port, "binary", requests[0][0])
+
+        def alone() -> tuple[float, Any]:
+            server.send_signal(signal.SIGSTOP)
+            try:
+                return rate_beside(lambda: time.sleep(seconds))
+            finally:
+                server.send_signal(signal.SIGCONT)
+
         ways: dict[str, Callable[[], tuple[float, Any]]] = {
+            "alone": alone,
             "idle": lambda: rate_beside(lambda: time.sleep(seconds)),
             "loaded": lambda: rate_beside(lambda: load(port, "binary", requests, seconds)),
         }
         measured, hits = in_turn(ways, rounds), hits_of(port)
-    idle, loaded = ([one[0] for one in measured[name]] for name in ways)
+    rates = {name: [one[0] for one in found] for name, found in measured.items()}
+    figures = {
+        name: {
+            "examples/s": statistics.median(own),
+            "training": median_ratio(own, rates["alone"])[0],
+        }
+        for name, own in rates.items()
+    }
     return [
-        {"server": "training alone", "examples/s": statistics.median(alone)},
-        {"server": "of a job, asked for nothing", "examples/s": statistics.median(idle)},
+        {"server": "of a job, paused", **figures["alone"]},
+        {"server": "of a job, asked for nothing", **figures["idle"]},
         row("of a job, 1/10 cached|binary", [one[1] for one in measured["loaded"]], seconds)
-        | {"hits": hits, "examples/s": statistics.median(loaded)},
+        | {"hits": hits, **figures["loaded"]},
     ]
 
 

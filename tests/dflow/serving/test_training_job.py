@@ -87,10 +87,12 @@ def server_of(address: str, network: MemoryNetwork, path: Path, **settings: Any)
         yield one.url
 
 
+@pytest.mark.once
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", [dflow.distributed.Async, dflow.distributed.Sync])
 def test_rows_are_served_as_they_change_and_no_step_is_lost_or_waits(strategy: Any, tmp_path: Path) -> None:
-    name, steps = strategy.__name__, 100
-    with closing(Tasks(tmp_path / "snapshots", 0.1, workers=2)) as tasks, ThreadPoolExecutor(2) as threads:
+    name, steps = strategy.__name__, 60
+    with closing(Tasks(tmp_path / "snapshots", 0.25, workers=2)) as tasks, ThreadPoolExecutor(2) as threads:
         models = [*threads.map(lambda worker: Model(worker, name, dflow.Vocabulary(bucket=8)), tasks.workers)]
         models[0].step(NAMES[:-1])
         path = models[0].export(tmp_path / "m")
