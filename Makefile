@@ -34,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden composition dashboard array-api-suite jax-suite bench bench-tiny bench-peers bench-serving gpu-check wheel release pins site clean
+.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden composition dashboard array-api-suite jax-suite bench bench-tiny bench-peers bench-serving test-converters gpu-check wheel release pins site clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -127,6 +127,13 @@ bench-serving: $(STAMP)  ## requests with names, beside MLServer and Triton, whi
 	  $(call make-venv,$(TRITON)) && $(call pip,$(TRITON)) install -q nvidia-pytriton 'jax==0.4.38' 'numpy<2'; }
 	$(PY) -m benchmarks.serving_names --mlserver $(MLSERVER)/bin/mlserver \
 	  --triton $(TRITON)/lib/python$(SERIES)/site-packages $(PEERS_OPTIONS)
+
+test-converters: $(STAMP)  ## conversions of exports to ONNX, LiteRT and TensorFlow, in environments of their own, .venv-onnx and .venv-litert
+	@set -e; for extra in onnx litert; do \
+	  test -x .venv-$$extra/bin/pytest || { $(call make-venv,.venv-$$extra) && .venv-$$extra/bin/python -m pip install -q \
+	    -e ".[$$extra]" hypothesis pytest pytest-timeout pytest-xdist; }; \
+	  .venv-$$extra/bin/python -m pytest -q -n 0 tests/dflow/exporting/test_conversion.py; \
+	done
 
 gpu-check: $(STAMP)  ## on a GPU, run the tests that are worth it there and the benchmarks; ON=cpu tries the way itself, in little
 	$(PY) -m tests.gpu_check $(if $(ON),--on $(ON))

@@ -12,6 +12,7 @@ from dflow import __version__
 from dflow.cli.certs import CERTS
 from dflow.cli.command import CommandParser, add_commands
 from dflow.cli.compile_command import COMPILE
+from dflow.cli.convert_command import CONVERT
 from dflow.cli.dashboard_command import DASHBOARD
 from dflow.cli.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
 from dflow.cli.launch_command import LAUNCH
@@ -34,6 +35,7 @@ COMMANDS = (
     SHOW,
     SERVE,
     COMPILE,
+    CONVERT,
     CERTS,
     NEW,
     DOCTOR,

@@ -987,8 +987,30 @@ def with_module(exported: Any, text: str) -> tuple[Any, list[tuple[str, str]]]:
         ops = list(_ops_of(module.operation))
         recent = _EXPORT.hlo.StablehloCompatibilityRequirement.WEEK_4
         version = _EXPORT.hlo.get_version_from_compatibility_requirement(recent)
-        bytecode = _EXPORT._jax.mlir.serialize_portable_artifact(jax_mlir.module_to_bytecode(module), version, False)
+        content = jax_mlir.module_to_bytecode(module)
+        try:
+            bytecode = _EXPORT._jax.mlir.serialize_portable_artifact(content, version, False)
+        except jax.errors.JaxRuntimeError:  # an op that is newer than the version, such as JAX 0.12's cumulative sum
+            bytecode = _EXPORT._jax.mlir.serialize_portable_artifact(content, version, True)
     return dataclasses.replace(exported, mlir_module_serialized=bytecode), ops
+
+
+def parsed_module(exported: Any) -> Any:
+    """Return the module of an exported program, as an operation of MLIR with the locations of its ops."""
+    with jax_mlir.make_ir_context():
+        return _EXPORT._jax.mlir.deserialize_portable_artifact(exported.mlir_module_serialized)
+
+
+def module_of_version(exported: Any, version: str) -> bytes:
+    """Return the module of an exported program in the bytecode of a version of StableHLO, such as `1.8.0`.
+
+    Raises MLIR's errors for a module with an op that the version does not have.
+    """
+    module = parsed_module(exported)
+    with module.context:
+        content = jax_mlir.module_to_bytecode(module)
+        found: bytes = _EXPORT._jax.mlir.serialize_portable_artifact(content, version, False)
+    return found
 
 
 def with_derivative(exported: Any, derivative: Any) -> Any:
