@@ -19,6 +19,7 @@ from jax import export
 from jax import jit as jax_jit
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
+from dflow.lowering.programs.compile_once import compile_once
 from dflow.lowering.programs.foreign_program import read_program, write_program
 from dflow.lowering.values.kept_shardings import beside, is_spread, kept_shardings
 from dflow.lowering.values.wide_types import admit
@@ -123,7 +124,7 @@ class LoweredProgram:
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Program:
         """Compile the computation for this process."""
-        return Program(self.stage.compile(compiler_options), self.jitted, self.device, self.keeps)
+        return Program(compile_once(self.stage, compiler_options), self.jitted, self.device, self.keeps)
 
 
 def lower_program(
@@ -210,4 +211,4 @@ def load_program(blob: bytes | bytearray | memoryview, writes: int, reads: int =
         moved = operands if spread is None else [beside(operand, spread) for operand in operands]
         return lowered(shardings).jitted(written, read, *moved)
 
-    return Program(lowered((None,) * writes).stage.compile(), by_placement)
+    return Program(compile_once(lowered((None,) * writes).stage), by_placement)
