@@ -104,7 +104,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     ),
     "tls": ({}, ONE_ROUND),
     "trace_time": ({"LAYERS": to(1)}, (*ONE_ROUND, "--short", "1")),
-    "vocabulary": ({"ROWS": to(100), "IDS": to(64)}, (*ONE_ROUND, "--steps", "2", "--starts", "1")),
+    "vocabulary": ({"ROWS": to(100), "IDS": to(64)}, (*ONE_ROUND, "--steps", "2", "--starts", "1", "--jobs", "0")),
     "transport": ({"MEGABYTES": first, "CALLS": to(20)}, ONE_ROUND),
 }
 
