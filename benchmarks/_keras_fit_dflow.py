@@ -21,7 +21,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args()
     cluster = dflow.connect()
-    model = dflow.keras.Model(make_model(keras), strategy=dflow.distributed.Async(cluster))
+    model = dflow.keras.Model(make_model(keras), strategy=dflow.distributed.Async(cluster, lookahead=True))
     model.compile(**compile_arguments(keras))
     times = epoch_times(keras)
     x, y = ratings(given.batch * given.steps)

@@ -321,7 +321,7 @@ def _is_for_batches(callback: Any) -> bool:
     """Whether a callback does something after a batch, so that it needs the metrics then."""
     if getattr(callback, "save_freq", None) == "epoch":
         return False
-    if isinstance(callback, keras.callbacks.ProgbarLogger) and callback.params.get("verbose") == 2:
-        return False
+    if isinstance(callback, keras.callbacks.ProgbarLogger) and callback.verbose == 2:
+        return False  # it prints a line for each epoch
     kind, default = type(callback), keras.callbacks.Callback
     return any(getattr(kind, name) is not getattr(default, name) for name in _BATCH_CALLS)

@@ -34,7 +34,7 @@ def main() -> None:
 
     drawn = np.random.default_rng(0)
     x = drawn.uniform(size=(1000, 10)).astype("float32")
-    y = drawn.uniform(size=(1000,)).astype("float32")
+    y = drawn.uniform(size=(1000, 1)).astype("float32")
 
     keras.utils.set_random_seed(0)
     model = keras.models.Sequential([keras.Input((10,)), keras.layers.Dense(10)])

@@ -225,7 +225,7 @@ def test_the_next_process_of_worker_0_goes_on_with_the_callbacks(monkeypatch: py
         cluster.close()
 
 
-def test_callbacks_of_batches_see_the_metrics_and_change_the_training() -> None:
+def test_callbacks_of_batches_see_the_metrics_and_change_the_training(capsys: Any) -> None:
     class Seen(calls.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -237,11 +237,13 @@ def test_callbacks_of_batches_see_the_metrics_and_change_the_training() -> None:
             if len(self.losses) == 9:
                 self.model.stop_training = True
 
-    seen, given = (Seen(), Seen()), {"batch_size": 16, "shuffle": False, "epochs": 3, "verbose": 0}
+    seen, given = (Seen(), Seen()), {"batch_size": 16, "shuffle": False, "epochs": 3, "verbose": 1}
     want = made("sgd").fit(IDS, CLICKS, callbacks=[seen[0]], **given).history
     got = dflow.keras.Model(made("sgd")).fit(IDS, CLICKS, callbacks=[seen[1]], **given).history
     assert_same(got, want)
     np.testing.assert_allclose(seen[1].losses, seen[0].losses, rtol=1e-5)
+    assert "9/7" not in (shown := capsys.readouterr().out)
+    assert shown.count("7/7") > 2  # the bars of both
 
 
 def test_a_model_with_a_table_on_tasks_is_fitted_and_evaluated() -> None:

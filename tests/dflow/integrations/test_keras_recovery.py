@@ -77,28 +77,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["Sync", "Async"])
 def test_kills_in_the_middle_of_epochs_change_no_count(kind: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    options = ("--restart", "on-failure", "--restart", "ps=on-failure", "--snapshots", "snapshots")
-    words = (
-        "-m",
-        "dflow",
-        "launch",
-        "--ps",
-        "2",
-        "--workers",
-        "2",
-        *options,
-        "--snapshot-every",
-        "1",
-        "train.py",
-        kind,
-    )
+    again = ("--restart", "on-failure", "--restart", "ps=on-failure")
+    snapshots = ("--snapshots", "snapshots", "--snapshot-every", "1")
+    words = ("-m", "dflow", "launch", "--ps", "2", "--workers", "2", *again, *snapshots, "train.py", kind)
     with Spawned(*words, cwd=tmp_path) as launched:
         launched.read_until("kill a parameter task")
-        [task] = [pid for pid, found in children(launched.process.pid).items() if "ps" in found and "1" in found]
+        started = children(launched.process.pid)
+        [task] = [pid for pid, words in started.items() if {"task", "--index", "1"} <= {*words}]
         os.kill(task, signal.SIGKILL)
         status, output = launched.finish()
     assert status == 0, output
@@ -113,4 +102,4 @@ def test_kills_in_the_middle_of_epochs_change_no_count(kind: str, tmp_path: Path
         exec(SCRIPT, script)
         want = script["train"](script["made"]())  # type: ignore[operator]
         for name, values in want.items():
-            np.testing.assert_allclose(histories[0][name], values, rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(histories[0][name], values, rtol=1e-6, err_msg=name)
