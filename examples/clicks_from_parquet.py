@@ -67,7 +67,7 @@ def draw(first: int, count: int) -> pa.Table:
 
 
 def draw_files(folder: pathlib.Path, rows: int) -> pathlib.Path:
-    """Write the files of so many rows that are not there yet, one process at a time; return their folder."""
+    """Write the missing files of `rows` rows, one process at a time; return their folder."""
     files = folder / f"{rows}-rows"
     files.mkdir(parents=True, exist_ok=True)
     pieces = [(first, min(PIECE, rows - first), f"rows-{first:012}") for first in range(0, rows, PIECE)]

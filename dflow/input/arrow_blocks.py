@@ -227,7 +227,7 @@ class _Column:
             if len(sizes) != 1:
                 raise self._error(
                     f"expected lists of one length, got {sizes[0]} to {sizes[-1]} values",
-                    f"state a length, to which they are cut or filled: read(..., lengths={{{self._name!r}: ...}})",
+                    f"state the number of values, to cut or fill them: read(..., lengths={{{self._name!r}: ...}})",
                 )
             length = int(sizes[0])
         if not isinstance(values, Codes):
@@ -235,7 +235,7 @@ class _Column:
             if len(sizes) == 1 and sizes[0] == length:
                 return values.reshape(len(counts), length, *values.shape[1:])
             return filled_lists(values, counts, length, fill)
-        # The last value stands in for what a list lacks.
+        # The last value fills shorter lists.
         blank: Any = self._missing if self._missing is not None else ""
         blank = _hashed(np.array([blank], object)) if self._name in self._file.options.ids else [blank]
         all_values = np.concatenate([values.values, np.asarray(blank, values.values.dtype)])

@@ -46,7 +46,7 @@ class BlockCache:
                 self._begun(block)
 
     def get(self, block: int) -> Any:
-        """Return a block. Raises the error of reading it, each time anew; DeadlineExceeded after 600 s."""
+        """Return a block. Raises the error of reading it; the next call reads again. DeadlineExceeded after 600 s."""
         with self._lock:
             reading = self._begun(block)
         try:

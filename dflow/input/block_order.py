@@ -1,6 +1,6 @@
 """The order of the rows of files in one epoch: blocks in random order, then rows in random order within windows.
 
-A block is what a file gives at once, such as a row group of Parquet. Batch `b` of an epoch belongs to part
+A block is the unit in which a file is read, such as a row group of Parquet. Batch `b` of an epoch belongs to part
 `b % parts`. A part is a contiguous piece of the blocks in their order, so that no two parts share a block, except for
 those at their ends; each window of a part is permuted.
 
@@ -28,7 +28,7 @@ class BlockOrder:
     size     number of rows in a batch
     window   number of rows of a part that are permuted together; 0 leaves blocks and rows in their order
     parts    number of parts, at least 1
-    seed     numbers from which the order is drawn
+    seed     seed of the order
     on_next  called with the blocks of a window and with those of the next one of its part, when its rows are asked for
     """
 

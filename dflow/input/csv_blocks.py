@@ -1,7 +1,7 @@
 """Files of CSV as blocks of rows.
 
 A first pass over the bytes finds the ends of the records, which are the ends of lines outside of quotes, and cuts the
-file there. So a block is parsed by itself, in any order.
+file there. So blocks are parsed separately, in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.csv
 from dflow.input.arrow_blocks import arrow_columns, type_name
 from dflow.input.file_blocks import Block, FileBlocks, ReadError
 
-#: Most bytes of a block, unless one record has more, and bytes read at once in the search for the ends of the records.
+#: Most bytes of a block, unless one record has more, and bytes of a read in the search for the ends of the records.
 _BLOCK, _CHUNK = 1 << 22, 1 << 25
 
 

@@ -77,7 +77,7 @@ def _column(parsed: _Parsed, name: str, wanted: str, options: ReadOptions) -> An
         raise ExampleError(
             0,
             f"feature {name!r}: expected one number of values in all records, got {sorted({*counts.tolist()})[:3]}",
-            f"state a length, to which they are cut or filled: read(..., lengths={{{name!r}: ...}})",
+            f"state the number of values, to cut or fill them: read(..., lengths={{{name!r}: ...}})",
             is_missing=True,
         )
     expected = int(size[:-1]) if size else 1
@@ -271,7 +271,7 @@ class _Parsed:
 
 
 def _varints(joined: Any) -> Any:
-    """Return the integers of bytes in which each takes 7 bits a byte, the lowest first, and its last is below 128."""
+    """Return the integers of varints: 7 bits a byte, the lowest first, and the last byte is below 128."""
     stops = np.flatnonzero(joined < 128) + 1
     starts = np.concatenate([[0], stops[:-1]])
     values, sizes = np.zeros(len(stops), np.uint64), stops - starts

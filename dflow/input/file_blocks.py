@@ -16,9 +16,9 @@ _MOST_BAD = 256
 
 
 class Block(NamedTuple):
-    """Rows that a file gives at once.
+    """Rows of a file that are read together.
 
-    rows      number of rows, without those that are left out
+    rows      number of rows, without the bad records that are left out
     first     row group of Parquet, record batch of Arrow, or the first byte in a file of CSV or TFRecord
     stop      the row after the last one of a record batch, or the byte after the last one of a file
     start     first row of a record batch, or number of records of the file before the block
@@ -120,7 +120,7 @@ class FileBlocks:
         return good, bad
 
     def without_bad(self, block: Block, read: Callable[[Block], Any], bad: list[BadRecord]) -> Block | None:
-        """Return the block with its bad records left out, for which `read` raises; None if no record is left.
+        """Return the block without the records that `read` raises for; None if no record is left.
 
         The bad records are added to `bad`. Raises `MissingValue`.
         """

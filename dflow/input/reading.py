@@ -75,8 +75,8 @@ def read(
 
     Numbers keep their dtypes, strings are objects, `bytes` in TFRecord; lists of one length make an array of more axes.
     In `batches`, `shuffle=100_000` draws a new order of the blocks (row groups of Parquet, record batches of Arrow,
-    about 4 MiB of others) for each epoch, and of the rows within windows of so many rows. In memory are the blocks of
-    at most `parts` + 2 windows, each with its next one. Batch `number` is the same in all processes, so the position is
+    about 4 MiB of others) for each epoch, and of the rows within windows of 100,000. In memory are the blocks of at
+    most `parts` + 2 windows, each with its next one. Batch `number` is the same in all processes, so the position is
     the number of the step, as for arrays: a run that is killed and resumed uses each row once per epoch.
 
     Threads read the next blocks while a batch is used. A file must not change while it is read.

@@ -14,7 +14,7 @@ class ServedBatch(Message, frozen=True):
 
 
 class GetBatch(Request[ServedBatch], frozen=True):
-    """Ask a task for batch `number` of those that it serves under `name`."""
+    """Ask a task for batch `number` of the data that it serves under `name`."""
 
     name: str
     number: int

@@ -55,7 +55,7 @@ class BatchReader(TaskPart):
         self._change = threading.Condition()
 
     def serve(self, name: str, batches: Any) -> None:
-        """Serve what is indexed by a number under a name, in place of what was served under it before."""
+        """Serve batches by number under a name; they replace earlier ones of the name."""
         with self._change:
             self._served[name] = batches
             self._change.notify_all()
@@ -92,7 +92,7 @@ class BatchReader(TaskPart):
 
 
 class ServedBatches:
-    """Batches that tasks read for this worker: `batches[number]` and `len(batches)`, as those that the tasks serve.
+    """Batches that tasks read for this worker: `batches[number]` and `len(batches)` are those of the tasks.
 
     Batches come as read-only arrays of NumPy, and their strings as ids. The next ones are asked for ahead. Batch
     `number` is asked of reader `number` modulo the number of readers; while that is down, of another one.
