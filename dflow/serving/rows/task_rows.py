@@ -139,7 +139,8 @@ class _Link:
     """The connection to one process of a task, which is opened when it is needed."""
 
     def __init__(self, transport: Transport, name: str, location: Location) -> None:
-        self._transport, self._name, self._task = transport, name, short_task_name(location.task)
+        self._transport, self._name, self._whole_name = transport, name, location.task
+        self._task = short_task_name(location.task)
         self.address, self.process = location.address, location.process
         #: The newest number of returns to a snapshot that the task has told.
         self.returns = 0
@@ -157,7 +158,7 @@ class _Link:
             if time.monotonic() < self._failed_s + RETRY_S:
                 raise TaskLost(self._why)
             try:
-                self._peer = peer = self._transport.connect(
+                peer = self._transport.connect(
                     self.address,
                     name=self._name,
                     handler=Handler(),
@@ -174,6 +175,11 @@ class _Link:
                     why = str(error).partition("\n")[0]
                 self._failed_s, self._why = time.monotonic(), f"{self._task} is not reached: {why}"
                 raise TaskLost(self._why) from error
+            if peer.name != self._whole_name:
+                peer.close("another was wanted there")
+                self._failed_s, self._why = time.monotonic(), f"{self._task} is not reached: its process has ended"
+                raise TaskLost(self._why)
+            self._peer = peer
             return peer
 
     def close(self, reason: str) -> None:
