@@ -17,6 +17,7 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.input.batching import Batches, is_indexed
 from dflow.input.column_options import NAMES, ColumnOptions, key_of, missing_of
 from dflow.input.columns import Columns, columns_of
+from dflow.input.reading import FileRows
 from dflow.statistics.column_statistics import ColumnStatistics, kind_of
 from dflow.statistics.shared_parts import merged_parts
 from dflow.tracing.errors import InputError
@@ -148,6 +149,8 @@ def _source(data: Any) -> _Pieces:
                 at=caller(),
             )
         columns = None if isinstance(data, list) else columns_of(data, (), options)
+        if isinstance(columns, FileRows):
+            data = Batches(data, _PIECE, False, 0, 1, False, False, ColumnOptions())
     if isinstance(columns, Columns):
         return _of_columns(columns)
 

@@ -21,6 +21,8 @@ from dflow.statistics.column_statistics import ColumnStatistics, decoded, encode
 from dflow.testing import memory_cluster
 from tests.effort import examples
 
+pytestmark = pytest.mark.once
+
 NUMBERS = st.sampled_from(["f8", "f4", "i8", "i2", "u1", "?"])
 
 
@@ -124,6 +126,19 @@ def test_a_frame_with_missing_values() -> None:
     assert of_batches["kind"].vocabulary() == ["b", "?", "a"]
     empty = statistics(table[:0])
     assert (empty["age"].count, empty["age"].mean, empty["city"].vocabulary()) == (0, None, [])
+
+
+def test_files_are_measured_by_their_rows(tmp_path: Any) -> None:
+    pytest.importorskip("pyarrow")
+    table = frame().drop(columns=["at", "kind"])
+    table.to_parquet(tmp_path / "rows.parquet", row_group_size=3000)
+    rows = dflow.data.read(tmp_path, missing={"age": 0, "city": "?"})
+    for data in (rows, batches(rows, 512, shuffle=1000, epochs=None, pad=True)):
+        found = statistics(data)
+        assert found["age"].rows == len(table)
+        assert found["price"].missing == table["price"].isna().sum()
+        assert abs(found["age"].mean - table["age"].fillna(0).mean()) < 1e-9
+        assert found["city"].counts == table["city"].fillna("?").value_counts().to_dict()
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
