@@ -81,7 +81,7 @@ def main() -> None:
         return {"loss": loss}
 
     # By number: whichever worker does a step, each rating is used once in an epoch.
-    batches = dflow.data.batches(known, options.batch, shuffle=True, epochs=None)
+    batches = dflow.data.batches(known, options.batch, shuffle=True, epochs=None, drop_remainder=True)
     strategy = dflow.distributed.Async(cluster)
     for number, metrics in enumerate(strategy.run(train_step, lambda step: batches[step], steps=options.steps), 1):
         if number % 250 == 0:

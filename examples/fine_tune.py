@@ -67,7 +67,7 @@ def train(cluster, name, model, optimizer, data, steps):
         optimizer.apply(gradients)
         return {"loss": value}
 
-    batches = dflow.data.batches(data, 32, shuffle=True, epochs=None)
+    batches = dflow.data.batches(data, 32, shuffle=True, epochs=None, drop_remainder=True)
     for _ in dflow.distributed.Async(cluster).run(train_step, lambda step: batches[step], steps=steps, name=name):
         pass
     cluster.barrier(f"trained {name}")

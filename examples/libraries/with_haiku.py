@@ -30,7 +30,7 @@ def main() -> None:
     given = options.parse_args()
     digits = load_digits()
     x, y = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
-    data = dflow.data.batches((x[359:], y[359:]), 64, shuffle=True, epochs=None)
+    data = dflow.data.batches((x[359:], y[359:]), 64, shuffle=True, epochs=None, drop_remainder=True)
 
     cluster = dflow.connect()
     model = hk.transform_with_state(classifier)
