@@ -163,6 +163,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 BATCHES = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([IDS, IDS, IDS, 2])), min_size=3, max_size=9)
 
 
+@pytest.mark.filterwarnings("ignore:.* is traced and compiled again during a run:dflow.RetraceWarning")
 def test_each_lookup_sees_its_workers_updates_except_the_newest_one(worker: Cluster, fed: list[bool]) -> None:
     table, step = model(worker)
 
