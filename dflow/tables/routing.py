@@ -101,7 +101,8 @@ def _ranks(shard_of: Any, is_first: Any, shards: int) -> tuple[Any, Any]:
         return positions.set(jnp.arange(count), mode="drop") - starts[shard_of], starts[1:] - starts[:-1]
     is_of = is_first[:, None] & (shard_of[:, None] == jnp.arange(shards))
     so_far = running_sums(is_of)
-    return jnp.take_along_axis(so_far, shard_of[:, None], 1)[:, 0] - 1, is_of.sum(0, dtype=jnp.int32)
+    counts = so_far[-1] if count else jnp.zeros(shards, jnp.int32)
+    return jnp.take_along_axis(so_far, shard_of[:, None], 1)[:, 0] - 1, counts
 
 
 def _least(dtype: Any) -> Any:
