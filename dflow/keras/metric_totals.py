@@ -8,7 +8,7 @@ change of a step. A row for each epoch means that nothing is ever set to zero, w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,24 @@ from dflow.tracing.state.resources import Variable
 
 #: Begin of the names of the vectors in the result of a step; the dtype follows.
 VECTOR = "metrics/"
+#: Name of `AddedStates` in the result of an evaluation.
+ADDED = "added"
 #: Least number of rows that are made together, so that a program that calls `fit` often makes few variables.
 _ROWS = 64
+
+
+class AddedStates(NamedTuple):
+    """What a batch adds to the states of the metrics, by dtype, as the state of a metric for `dflow.evaluate`."""
+
+    vectors: Mapping[str, Any]
+
+    def merge(self, other: AddedStates) -> AddedStates:
+        """Return the sum of both."""
+        return AddedStates({dtype: vector + other.vectors[dtype] for dtype, vector in self.vectors.items()})
+
+    def compute(self) -> Mapping[str, Any]:
+        """Return the vectors."""
+        return self.vectors
 
 
 class MetricStates:
@@ -111,18 +127,10 @@ class MetricStates:
                 values[position], rest = start + rest[: start.size].reshape(start.shape), rest[start.size :]
         return values
 
-    def scalars(self, vectors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return vectors as scalars by name, for `dflow.evaluate`, which then gives their means over the batches."""
-        found = {
-            f"{dtype}/{at}": one for dtype, vector in vectors.items() for at, one in enumerate(jnp.unstack(vector))
-        }
-        return {name: one.astype(jnp.float32) for name, one in found.items()} | {"examples": jnp.float32(1)}
-
-    def from_scalars(self, means: Mapping[str, float]) -> dict[str, Any]:
-        """Return the sums of the vectors that `scalars` was given, from their means."""
-        count = means["examples"]
+    def sums(self, found: Mapping[str, float]) -> dict[str, Any]:
+        """Return the sums of the vectors of `AddedStates` from their values in a result of `dflow.evaluate`."""
         return {
-            dtype: np.asarray([means[f"{dtype}/{at}"] * count for at in range(size)], dtype)
+            dtype: np.asarray([found[f"{ADDED}/{dtype}/{at}"] for at in range(size)], dtype)
             for dtype, size in self.sizes.items()
         }
 

@@ -28,7 +28,7 @@ from dflow.keras.fit_data import FitBatches, fit_batches, plain
 from dflow.keras.fitting import Fit, FitPlan, sees_all_parts, test_callbacks, without_loss
 from dflow.keras.keras_model import check_model, names_of, unfit_tables, with_plain_tables
 from dflow.keras.live_values import KeptWeights, LiveValues
-from dflow.keras.metric_totals import VECTOR, MetricStates, MetricTotals
+from dflow.keras.metric_totals import ADDED, VECTOR, AddedStates, MetricStates, MetricTotals
 from dflow.keras.sharded_embedding import ShardedEmbedding
 from dflow.keras.transformation import state_of, transformation
 from dflow.state_backends import LOCAL
@@ -333,7 +333,7 @@ class Model:
         is_shared = not cluster.is_standalone and is_on_tasks(self._test_step, batches)
         shared = (cluster, name) if is_shared else (None, None)
         found = evaluate(self._test_step, batches, cluster=shared[0], name=shared[1])
-        return states.results(states.from_scalars(found))
+        return states.results(states.sums(found))
 
     def __call__(self, x: Any, *, training: bool = False) -> Any:
         """The outputs for a batch `x`, compiled. With `training`, the model also updates its statistics and seeds."""
@@ -417,12 +417,12 @@ class Model:
         return value, outputs, metrics
 
     def _test(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
-        """Return what a batch adds to the states of the metrics, as scalars."""
+        """Return what a batch adds to the states of the metrics."""
         states = self._metric_states((x, y, sample_weight))
         values, others = self._values()
         _, found = self._model.compute_loss_and_updates(values, others, states.start, x, y, sample_weight)
         value, outputs, _, metrics = found
-        return states.scalars(states.added(states.updated(metrics, value, x, y, outputs, sample_weight)))
+        return {ADDED: AddedStates(states.added(states.updated(metrics, value, x, y, outputs, sample_weight)))}
 
     def _assign(self, before: Sequence[Any], after: Sequence[Any]) -> None:
         for variable, old, new in zip(self._others, before, after, strict=True):
