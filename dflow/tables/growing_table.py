@@ -130,12 +130,6 @@ def find(table: ShardedVariable, ids: Any) -> FoundIds:
     """See `Embedding.find`."""
     _own_ids(table)
     wide = _wide(ids, table.name)
-    if not all(isinstance(size, int) for size in wide.low.shape):
-        raise InputError(
-            f"find in table {table.name!r}: expected ids of a fixed shape, got {wide.low.shape}",
-            f"export the step for one size of its batches; a lookup that trains nothing, {as_code(table.name)}(ids), "
-            f"takes any",
-        )
     if is_tracing():
         return _find(table, wide)
     compiled: FoundIds = _compiled(_find, table)(wide)
@@ -154,14 +148,16 @@ def _wide(ids: Any, table: str) -> WideIds:
     return WideIds(high, low)
 
 
-def _find(table: ShardedVariable, ids: WideIds) -> FoundIds:
+def _find(table: ShardedVariable, ids: WideIds, *, each_once: bool = True) -> FoundIds:
     flat = WideIds(ids.high.reshape(-1), ids.low.reshape(-1))
     shape = np.shape(ids.low)
     if not flat.low.size:
         return FoundIds(table, shape, (), jnp.zeros(0, jnp.int32))
     by_shard = _own_ids(table)
     with own_scope("route", table.name):
-        way = route_ids([bound // (by_shard[0].config.bucket + 1) for bound in table.layout.bounds], flat)
+        way = route_ids(
+            [bound // (by_shard[0].config.bucket + 1) for bound in table.layout.bounds], flat, each_once=each_once
+        )
     shards = [
         ids_of.find(name(own, f"{table.name}/{number}/ids"), count)
         for number, (ids_of, own, count) in enumerate(zip(by_shard, way.rows, way.counts, strict=True))
@@ -196,7 +192,7 @@ def looked_up_only(table: ShardedVariable, ids: Any) -> jax.Array:
 
 
 def _look_up(table: ShardedVariable, ids: WideIds) -> jax.Array:
-    rows: jax.Array = _untrained(rows_of(_find(table, ids)), table.name)
+    rows: jax.Array = _untrained(rows_of(_find(table, ids, each_once=False)), table.name)
     return rows
 
 

@@ -245,7 +245,8 @@ class ShardVocabulary(VariableHooks):
         count = ranks[-1]
         room = ranks.shape[0] + BLOCK  # a block may begin at the last id
         ids = jnp.zeros((room, 2), jnp.uint32)
-        ids = ids.at[jnp.where(are_new, ranks - 1, np.uint32(room))].set(used.ids, mode="drop")
+        end = np.uint32(room) if isinstance(room, int) else jnp.asarray(room).astype(jnp.uint32)
+        ids = ids.at[jnp.where(are_new, ranks - 1, end)].set(used.ids, mode="drop")
         positions, names = jnp.arange(BLOCK, dtype=jnp.uint32), ("admitted", "evicted", "overflowed")
 
         def give(state: Any) -> Any:

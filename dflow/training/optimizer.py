@@ -166,9 +166,9 @@ class Optimizer(GivenOptimizer):
     def settings(self) -> tuple[str, ...]:
         """A text for each setting, such as `scale_by_adam.b1: 0.9`, to compare those of several processes."""
         is_random, has_bits = self.rounding is not None, self.rounding is not None and bool(self.rounding.low)
-        own = f"wire: {self._codec!r}", f"lazy_rows: {self._lazy_rows}", f"stochastic_rounding: {is_random}"
-        own = *own, f"extra_bits: {has_bits}"
-        return (*own, *settings_of(self._transformation))
+        own = f"wire: {self._codec!r}", f"lazy_rows: {self._lazy_rows}"
+        rounding = f"stochastic_rounding: {is_random}", f"extra_bits: {has_bits}"
+        return (*own, *rounding, *settings_of(self._transformation))
 
     def _found_by_variable(self, found: Any) -> dict[Variable, list[Any]]:
         """Return what was found in each variable that `found` is about. Raises GraphTypeError if one needs more."""

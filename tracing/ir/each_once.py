@@ -14,6 +14,10 @@ from dflow.tracing.ir.id_hash import mixed_bits
 ROOM = 2
 
 
+#: Number of cells for an open number of numbers.
+OPEN_CELLS = 1 << 15
+
+
 def representatives(numbers: Any, is_wanted: Any = None, *, upper: Any = None) -> Any:
     """For each of `numbers`, i32[n], the position of the first one that is equal: i32[n].
 
@@ -26,7 +30,10 @@ def representatives(numbers: Any, is_wanted: Any = None, *, upper: Any = None) -
     """
     [count] = numbers.shape
     positions = jnp.arange(count, dtype=jnp.int32)
-    cells = 1 << max(1, ROOM * count - 1).bit_length()
+    # Of an open number, as in an export, the table has a fixed size; more numbers take more rounds.
+    is_known = isinstance(count, int)
+    cells = 1 << max(1, ROOM * count - 1).bit_length() if is_known else OPEN_CELLS
+    last = max(0, count - 1) if is_known else np.uint32(2**32 - 1)
 
     def is_open(carry: Any) -> Any:
         return carry[0].min(initial=0) < 0
@@ -39,7 +46,7 @@ def representatives(numbers: Any, is_wanted: Any = None, *, upper: Any = None) -
             hashed = mixed_bits(hashed ^ upper.astype(jnp.uint32))
         # Unsigned indices, as JAX asks of signed ones whether they are negative.
         cell = jnp.where(found < 0, hashed & np.uint32(cells - 1), np.uint32(cells))
-        empty = jnp.full(cells, max(0, count - 1), jnp.uint32)
+        empty = jnp.full(cells, last, jnp.uint32)
         first = empty.at[cell].min(positions.astype(jnp.uint32), mode="drop").at[cell].get(mode="clip")
         is_equal = numbers.at[first].get(mode="clip") == numbers
         if upper is not None:

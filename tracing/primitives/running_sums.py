@@ -25,7 +25,22 @@ def running_sums(values: Any) -> jax.Array:
 
 
 def _in_parallel(values: Any) -> Any:
+    if not isinstance(values.shape[0], int):  # JAX divides only a known number of elements
+        return _by_doubling(values.astype(_sum_dtype(values)))
     return jax.lax.associative_scan(jnp.add, values.astype(_sum_dtype(values)))
+
+
+def _by_doubling(values: Any) -> Any:
+    count = jnp.int32(values.shape[0])
+    positions = jnp.arange(values.shape[0], dtype=jnp.int32)
+
+    def add(state: Any) -> Any:
+        sums, distance = state
+        before = sums.at[jnp.maximum(positions - distance, 0)].get(mode="clip")
+        is_there = (positions >= distance).reshape(-1, *[1] * (values.ndim - 1))
+        return sums + jnp.where(is_there, before, 0), distance * 2
+
+    return jax.lax.while_loop(lambda state: state[1] < count, add, (values, jnp.int32(1)))[0]
 
 
 def _one_by_one(values: Any) -> Any:

@@ -290,8 +290,10 @@ def without_change(equation: Equation, rest: Rest) -> Rest | None:
         return Fill(np.zeros((), equation.params["new_dtype"])[()])
     if equation.params["result"] == NUMBER:
         return _convert(equation, [rest])
-    is_pair = isinstance(rest, RowResult) and rest.equation.primitive.name == WIDENED
-    return rest.operands[equation.params["result"] == LOW] if is_pair else None
+    if not isinstance(rest, RowResult) or rest.equation.primitive.name != WIDENED:
+        return None
+    part: Rest = rest.operands[equation.params["result"] == LOW]
+    return part
 
 
 def _add(equation: Equation, rests: Sequence[Any]) -> Rest | None:

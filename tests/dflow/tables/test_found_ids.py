@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import dflow
+from dflow.tracing.state.resources import is_variable
 
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
@@ -78,10 +79,9 @@ def test_found_ids_may_be_carried_branched_over_and_kept_whole() -> None:
 
 def test_a_step_that_trains_a_vocabulary_is_exported(tmp_path: Path) -> None:
     held, optimizer = table()
-    step, bits = trained(held, optimizer), dflow.spec("3, 2", jnp.uint32)
-    any_bits = dflow.spec("b, 2", jnp.uint32)
+    step, any_bits = trained(held, optimizer), dflow.spec("b, 2", jnp.uint32)
     functions = {
-        "train": (lambda high, low: step(dflow.WideIds(high, low)), bits, bits),
+        "train": (lambda high, low: step(dflow.WideIds(high, low)), any_bits, any_bits),
         "look": (lambda high, low: held(dflow.WideIds(high, low)), any_bits, any_bits),
     }
     dflow.export(functions, platforms=["cpu"]).save(tmp_path / "m")
@@ -91,8 +91,32 @@ def test_a_step_that_trains_a_vocabulary_is_exported(tmp_path: Path) -> None:
     for count in (1, 3):
         given = dflow.WideIds(IDS.high[:count], IDS.low[:count])
         np.testing.assert_allclose(model.look(given.high, given.low), held(given), rtol=1e-6)
-    with pytest.raises(dflow.InputError, match=r"find in table 'words': expected ids of a fixed shape, got \(b, 2\)"):
-        dflow.export(lambda high, low: step(dflow.WideIds(high, low)), any_bits, any_bits)
+
+
+@pytest.mark.once
+def test_an_exported_step_trains_batches_of_any_size_as_the_step_itself(tmp_path: Path) -> None:
+    vocabulary = dflow.Vocabulary(bucket=4, admit_after=2)
+    held = dflow.Embedding(24, 2, name="names", shards=2, vocabulary=vocabulary)
+    optimizer = dflow.Optimizer(optax.adagrad(0.1), [held], name="adagrad")
+
+    def step(ids: Any, wanted: Any) -> Any:
+        found = held.find(ids)
+        value, gradients = dflow.value_and_grad(lambda: jnp.sum((held(found).sum(-1) - wanted) ** 2), [held])()
+        optimizer.apply(gradients, found=found)
+        return value
+
+    dflow.export(step, dflow.spec("b", np.str_), dflow.spec("b", jnp.float32), platforms=["cpu"]).save(tmp_path / "m")
+    loaded, here, draw = dflow.load(tmp_path / "m", prefix="loaded/"), dflow.jit(step), np.random.default_rng(0)
+    for count in (3, 20, 3, 20):
+        batch = draw.integers(0, 30, count).astype(str), draw.random(count, np.float32)
+        np.testing.assert_allclose(loaded(*batch), here(*batch), rtol=1e-5)
+    with pytest.raises(dflow.ExportError, match="with the size 0 for b, and an op of it needs 1 or more"):
+        loaded(np.zeros(0, str), np.zeros(0, np.float32))
+    beside = [one for shard in held.shards for one in (shard.hooks.ledger, *shard.hooks.saved.values())]
+    slots = jax.tree_util.tree_leaves(optimizer.slots, is_leaf=is_variable)
+    mine = {one.name: one for one in (*held.shards, *beside, *slots)}
+    for name, variable in loaded.variables.items():
+        np.testing.assert_allclose(variable.read(), mine[name.removeprefix("loaded/")].read(), rtol=1e-5, atol=1e-7)
 
 
 def test_a_vocabulary_goes_through_orbax_by_its_own_names(tmp_path: Path) -> None:
