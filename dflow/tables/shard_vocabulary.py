@@ -243,7 +243,7 @@ class ShardVocabulary(VariableHooks):
         """
         ranks = running_sums(are_new).astype(jnp.uint32)
         count = ranks[-1]
-        room = ranks.shape[0] + BLOCK  # a block may begin at the last id
+        room: Any = ranks.shape[0] + BLOCK  # a block may begin at the last id; symbolic in exports
         ids = jnp.zeros((room, 2), jnp.uint32)
         end = np.uint32(room) if isinstance(room, int) else jnp.asarray(room).astype(jnp.uint32)
         ids = ids.at[jnp.where(are_new, ranks - 1, end)].set(used.ids, mode="drop")
