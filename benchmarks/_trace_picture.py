@@ -19,6 +19,14 @@ from typing import Any
 KINDS = {"steps": "C7", "parts of steps": "C0", "Python": "C4", "XLA": "C2", "messages": "C1", "waits": "C3"}
 #: Kinds of slices that are drawn pale.
 PALE = ("messages", "waits")
+_LEGEND = {
+    "steps": "the worker's step",
+    "parts of steps": "the task's part of it",
+    "Python": "Python runs",
+    "XLA": "XLA computes",
+    "messages": "a value is on its way",
+    "waits": "waits for a value",
+}
 Events = Sequence[Mapping[str, Any]]
 
 
@@ -38,12 +46,18 @@ def events_of(events: Events, step: str) -> Events:
     return [*slices, *(event for event in arrows if event["id"] in both)]
 
 
+def _alpha(kind: str) -> float:
+    return 0.25 if kind in PALE else 0.9
+
+
 def draw(trace: Mapping[str, Any], file: Path) -> str:
     """Draw the first step of a trace into `file`; return the step's name."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     events: Events = trace["traceEvents"]
     tasks = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -55,12 +69,11 @@ def draw(trace: Mapping[str, Any], file: Path) -> str:
     bands = [(pid, kind) for pid in sorted(of_tasks, reverse=True) for kind in KINDS if kind in of_tasks[pid]]
     height = {band: len(bands) - number for number, band in enumerate(bands)}
 
-    figure, axis = plt.subplots(figsize=(10, 0.34 * len(bands) + 1.2))
+    figure, axis = plt.subplots(figsize=(10, 0.34 * len(bands) + 1.7), layout="constrained")
     for event in slices:
-        at, wide = (event["ts"] - zero) / 1e3, max(event["dur"] / 1e3, 0.01)
-        colour, alpha = KINDS[event["cat"]], 0.25 if event["cat"] in PALE else 0.9
-        place = height[event["pid"], event["cat"]]
-        axis.barh(place, wide, left=at, height=0.7, color=colour, alpha=alpha, linewidth=0)
+        (at, wide), kind = ((event["ts"] - zero) / 1e3, max(event["dur"] / 1e3, 0.01)), event["cat"]
+        place = height[event["pid"], kind]
+        axis.barh(place, wide, left=at, height=0.7, color=KINDS[kind], alpha=_alpha(kind), linewidth=0)
     ends: dict[Any, dict[str, tuple[float, float]]] = {}
     for event in shown:
         if event["ph"] in "sf":
@@ -74,10 +87,13 @@ def draw(trace: Mapping[str, Any], file: Path) -> str:
     for (above, _), (below, _), place in zip(bands, bands[1:], range(len(bands), 1, -1), strict=False):
         if above != below:
             axis.axhline(place - 0.5, color="black", linewidth=0.6)
+    shown_kinds = [kind for kind in KINDS if any(kind == band for _, band in bands)]
+    colours = [Patch(color=KINDS[kind], alpha=_alpha(kind), label=_LEGEND[kind]) for kind in shown_kinds]
+    sent = Line2D([], [], color="black", marker=r"$\rightarrow$", linestyle="", markersize=12, label="a value is sent")
+    figure.legend(handles=[*colours, sent], loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     axis.set_xlabel("ms")
     axis.set_title(step)
     axis.margins(x=0.01)
-    figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return str(step)
