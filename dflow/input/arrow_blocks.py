@@ -6,6 +6,7 @@ are wanted, once for each distinct value of a block in place of once for each ro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dflow.input.column_options import checked_fill
 from dflow.input.column_values import whole_column
 from dflow.input.file_blocks import Block, Codes, FileBlocks, ReadError, filled_lists
 from dflow.tracing.errors import InputError
@@ -22,6 +24,14 @@ from dflow.tracing.wide_ids import wide_ids
 
 #: Most rows of a block of a record batch.
 _MOST_ROWS = 1 << 17
+#: Arrow's names of the types of numbers, and the dtypes.
+_DTYPES = {
+    str(kind): np.dtype(kind.to_pandas_dtype())
+    for kind in (
+        *(pa.bool_(), pa.float16(), pa.float32(), pa.float64()),
+        *(pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
+    )
+}
 
 
 class ParquetBlocks(FileBlocks):
@@ -127,6 +137,12 @@ def type_name(kind: Any) -> str:
     return str(kind)
 
 
+def type_of(name: str) -> Any:
+    """Return the type of this name."""
+    zoned = re.fullmatch(r"timestamp\[(\w+), tz=(.*)\]", name)
+    return pa.timestamp(*zoned.groups()) if zoned else pa.type_for_alias(name)
+
+
 def schema_types(schema: Any, file: FileBlocks) -> dict[str, str]:
     """Return the types of the columns of a schema by name. Raises `ReadError` for two columns of one name."""
     if len(set(schema.names)) < len(schema.names):
@@ -164,7 +180,7 @@ class _Column:
         """Return the values of an array without lists."""
         if pa.types.is_null(column.type):
             kind = self._kind.removeprefix("list of ")
-            column = column.cast(pa.string() if kind == "null" else pa.type_for_alias(kind))
+            column = column.cast(pa.string() if kind == "null" else type_of(kind))
         kind, fill = type_name(column.type), self._fill(column) if column.null_count else None
         if kind == "string":
             return self._texts(column, fill)
@@ -204,22 +220,27 @@ class _Column:
                 remedy=f"state a value in their place, missing={{{self._name!r}: ...}}, or leave the column out",
                 is_missing=True,
             )
-        types: dict[str, Any] = {"string": str, "binary": bytes, "bool": bool}
-        expected = types.get(kind, int if "int" in kind else object)
-        is_fit = isinstance(missing, expected) and (expected is not int or not isinstance(missing, bool))
-        if is_fit and expected is int:
-            bounds = np.iinfo(kind)
-            is_fit = bounds.min <= missing <= bounds.max
-        if not is_fit:
+        return self._stated(kind)
+
+    def _stated(self, kind: str) -> Any:
+        """Return the stated value for values of this type. Raises `MissingValue` if it does not fit."""
+        try:
+            if kind in _DTYPES:
+                return checked_fill(self._missing, _DTYPES[kind])
+            if not isinstance(self._missing, {"string": str, "binary": bytes}.get(kind, object)):
+                raise TypeError(f"expected a value of {kind}, got {self._missing!r}")
+        except TypeError as error:
             raise self._file.error(
-                f"missing: column {self._name!r}: expected a value of {kind}, got {missing!r}",
+                f"missing: column {self._name!r}: {error}",
                 remedy="give another value, or convert the column",
                 is_missing=True,
-            )
-        return missing
+            ) from None
+        return self._missing
 
     def _lists(self, column: Any) -> Any:
         flat = _whole(column.flatten())
+        kind = self._kind.removeprefix("list of ") if pa.types.is_null(flat.type) else type_name(flat.type)
+        stated = None if self._missing is None else self._stated(kind)
         values = self._values(flat) if not is_list(flat.type) else whole_column(flat, f"column {self._name!r}")
         counts = _numbers(pc.list_value_length(column))
         length, sizes = self._length, np.unique(counts)
@@ -231,12 +252,12 @@ class _Column:
                 )
             length = int(sizes[0])
         if not isinstance(values, Codes):
-            fill = self._missing if self._missing is not None else b"" if values.dtype == object else 0
+            fill = stated if stated is not None else b"" if values.dtype == object else 0
             if len(sizes) == 1 and sizes[0] == length:
                 return values.reshape(len(counts), length, *values.shape[1:])
             return filled_lists(values, counts, length, fill)
         # The last value fills shorter lists.
-        blank: Any = self._missing if self._missing is not None else ""
+        blank: Any = stated if stated is not None else ""
         blank = _hashed(np.array([blank], object)) if self._name in self._file.options.ids else [blank]
         all_values = np.concatenate([values.values, np.asarray(blank, values.values.dtype)])
         return Codes(filled_lists(values.codes, counts, length, len(all_values) - 1), all_values)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NoResult
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from dflow.tracing.errors import DeadlineExceeded
@@ -49,12 +48,12 @@ class BlockCache:
         """Return a block. Raises the error of reading it; the next call reads again. DeadlineExceeded after 600 s."""
         with self._lock:
             reading = self._begun(block)
-        try:
-            return reading.result(_READ_S)
-        except NoResult:
+        if not reading.done() and wait([reading], _READ_S).not_done:
             raise DeadlineExceeded(
                 f"read: expected block {block} within {_READ_S:g} s, got none", "see whether its disk answers"
-            ) from None
+            )
+        try:
+            return reading.result()
         except BaseException:
             with self._lock:
                 if self._blocks.get(block) is reading:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from dflow.input.arrow_blocks import arrow_columns, type_name
+from dflow.input.arrow_blocks import arrow_columns, type_name, type_of
 from dflow.input.file_blocks import Block, FileBlocks, ReadError
 
 #: Most bytes of a block, unless one record has more, and bytes of a read in the search for the ends of the records.
@@ -32,18 +33,23 @@ class CsvBlocks(FileBlocks):
     @cached_property
     def _header_end(self) -> int:
         with open(self.path, "rb") as file:
-            line = file.readline()
-        if not line.strip():
-            raise self.error("expected a first line with the names of the columns, got none")
-        return len(line)
+            if not (line := file.readline()).strip():
+                raise self.error("expected a first line with the names of the columns, got none")
+            end = len(line)
+            while (line := file.readline(3)) in (b"\n", b"\r\n"):
+                end += len(line)
+        return end
 
     @cached_property
     def _names(self) -> list[str]:
         try:
-            text = self._bytes(0, self._header_end).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise self.error(f"expected names of columns in UTF-8: {error}") from error
-        return next(csv.reader([text], delimiter=self._delimiter))
+            text = self._bytes(0, self._header_end).decode("utf-8-sig").rstrip("\r\n")
+            names = next(csv.reader([text], delimiter=self._delimiter))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise self.error(f"expected a line with names of columns in UTF-8: {error}") from error
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise self.error(f"column {twice[0]!r}: expected one column of this name, got {len(twice)}")
+        return names
 
     @property
     def _delimiter(self) -> str:
@@ -51,8 +57,9 @@ class CsvBlocks(FileBlocks):
 
     def types(self) -> dict[str, str]:
         given = {name: pa.from_numpy_dtype(np.dtype(kind)) for name, kind in self.options.types.items()}
-        first = next(iter(self.blocks()), None)
-        data = self._bytes(first.first, first.stop) if first else b""
+        if (first := next(iter(self.blocks()), None)) is None:  # the next file with records tells the types
+            return {name: type_name(given.get(name, pa.null())) for name in self._names}
+        data = self._bytes(first.first, first.stop)
         try:
             schema = self._parsed(data, self._names, given, skips=True).schema
         except pa.ArrowInvalid:  # a value that is not of a given type: `columns` names it
@@ -68,11 +75,12 @@ class CsvBlocks(FileBlocks):
     @cached_property
     def _blocks(self) -> list[Block]:
         blocks, records, at, rest = list[Block](), 0, self._header_end, b""
+        size = os.path.getsize(self.path)
         with open(self.path, "rb") as file:
             file.seek(at)
             while data := file.read(_CHUNK):
                 rest += data
-                ends = _ends(rest, is_last=len(data) < _CHUNK)
+                ends = _ends(rest, is_last=file.tell() >= size)
                 first = 0
                 while first < len(ends):
                     start = int(ends[first - 1]) if first else 0
@@ -92,7 +100,7 @@ class CsvBlocks(FileBlocks):
             ends, out = [0, *_ends(data, is_last=True)], {*block.left_out}
             kept = (number for number in range(len(ends) - 1) if number not in out)
             data = b"".join(data[ends[number] : ends[number + 1]] for number in kept)
-        kinds = {name: pa.type_for_alias(kind) for name, kind in types.items()}
+        kinds = {name: type_of(kind) for name, kind in types.items()}
         try:
             table = self._parsed(data, [*types], kinds)
         except pa.ArrowInvalid as error:
@@ -122,8 +130,6 @@ class CsvBlocks(FileBlocks):
 
     def _parsed(self, data: bytes, columns: list[str], types: Mapping[str, Any], *, skips: bool = False) -> Any:
         """Return these columns of records as a table of Arrow; with `skips` leave out records of other lengths."""
-        if not data:
-            return pa.table({name: pa.array([], types.get(name, pa.null())) for name in columns})
         return pa.csv.read_csv(
             io.BytesIO(data),
             pa.csv.ReadOptions(column_names=self._names, use_threads=False, block_size=len(data) + 1),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dflow.input.column_options import checked_fill
 from dflow.input.file_blocks import Codes, ReadOptions, filled_lists
 from dflow.tracing.wide_ids import wide_ids
 
@@ -68,7 +69,7 @@ def _column(parsed: _Parsed, name: str, wanted: str, options: ReadOptions) -> An
     kind, _, size = wanted.partition("[")
     _, flat, counts = parsed.values(name, kind)
     length = options.lengths.get(name)
-    missing = options.missing.get(name)
+    missing = _stated(options.missing.get(name), name, kind, is_id=name in options.ids)
     if name in options.ids:
         flat = _coded(flat)
     if length is not None:
@@ -100,6 +101,19 @@ def _column(parsed: _Parsed, name: str, wanted: str, options: ReadOptions) -> An
     if size:
         return rows
     return Codes(rows.codes[:, 0], rows.values) if isinstance(rows, Codes) else rows[:, 0]
+
+
+def _stated(missing: Any, name: str, kind: str, *, is_id: bool) -> Any:
+    """Return the stated value in place of missing ones, None for none. Raises ExampleError if it does not fit."""
+    try:
+        if missing is None or (kind == "bytes" and isinstance(missing, (bytes, str) if is_id else bytes)):
+            return missing
+        if kind == "bytes":
+            raise TypeError(f"expected bytes, got {missing!r}")
+        return checked_fill(missing, np.dtype(np.float32 if kind == "float" else np.int64))
+    except TypeError as error:
+        fact, remedy = f"missing: feature {name!r}: {error}", "give a value of its kind"
+        raise ExampleError(0, fact, remedy, is_missing=True) from None
 
 
 def _filled(flat: Any, counts: Any, length: int, missing: Any, kind: str) -> Any:

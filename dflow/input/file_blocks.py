@@ -206,6 +206,6 @@ def filled_lists(flat: Any, counts: Any, length: int, fill: Any) -> Any:
     first = np.cumsum(counts) - counts
     positions = first[:, None] + np.arange(length)
     is_in = np.arange(length) < counts[:, None]
-    rows = np.full((len(counts), length), fill, flat.dtype)
+    rows = np.full((len(counts), length, *flat.shape[1:]), fill, flat.dtype)
     rows[is_in] = flat[positions[is_in]]
     return rows

@@ -87,12 +87,21 @@ def read(
     """
     if bad_records not in ("raise", "skip"):
         raise InputError(f'read: bad_records: expected "raise" or "skip", got {bad_records!r}', "give one of these")
-    count: Any = parts
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InputError(f"read: parts: expected an integer of at least 1, got {parts!r}", "give the number of readers")
     for option, value in (("columns", columns), ("ids", ids)):
         if isinstance(value, str):
             raise InputError(f"read: {option}: expected names, got {value!r}", f"give a list: {option}=[{value!r}]")
+    for option, by_name in (("missing", missing), ("lengths", lengths), ("types", types)):
+        if by_name is not None and not isinstance(by_name, Mapping):
+            raise InputError(
+                f"read: {option}: expected a dict by column, got {by_name!r}", f"give {option}={{name: ...}}"
+            )
+    counts: list[tuple[str, Any]] = [
+        ("parts", parts),
+        *((f"lengths: {name!r}", n) for name, n in (lengths or {}).items()),
+    ]
+    for option, count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"read: {option}: expected an integer of at least 1, got {count!r}", "give 1 or more")
     options = ReadOptions(
         list(columns) if columns is not None else None,
         missing or {},
@@ -105,6 +114,11 @@ def read(
         files = [_made("dataset_blocks:DatasetBlocks", paths, options)]
     else:
         files = [_file(path, format, options) for path in _files(paths)]
+    if types and (typed := next((file for file in files if file.name != "CSV"), None)) is not None:
+        raise InputError(
+            f"read: types: expected files of CSV, got {typed.path} of {typed.name}, which has types of its own",
+            "leave it out, and convert the column in the step",
+        )
     return FileRows(files, options, parts, bad_records == "skip")
 
 
@@ -224,6 +238,7 @@ class FileRows:
             if found and not any(kind.endswith("null") for kind in found.values()):
                 break
         if found:
+            self._check_ids(found)
             return found
         raise InputError(
             f"read: expected a file with columns, got {self._files[0].path} and {len(self._files) - 1} others without",
@@ -242,6 +257,9 @@ class FileRows:
                         "give names of columns that are read",
                         at=self._options.loc,
                     )
+        return {name: types[name] for name in wanted}
+
+    def _check_ids(self, types: Mapping[str, str]) -> None:
         for name in self._options.ids:
             if not types[name].endswith(("string", "binary", "bytes", "bytes[]", "null")):
                 raise InputError(
@@ -249,7 +267,6 @@ class FileRows:
                     "leave it out: integers are ids as they are",
                     at=self._options.loc,
                 )
-        return {name: types[name] for name in wanted}
 
     def _blocks_of(self, file: FileBlocks, types: Mapping[str, str]) -> tuple[list[Block], list[BadRecord]]:
         try:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflow.input.block_cache import BlockCache
 from dflow.input.block_order import BlockOrder
 from tests.effort import examples
 
@@ -47,3 +48,18 @@ def test_the_order_is_random_within_a_window_and_of_blocks_and_follows_from_the_
     windows = [{row // 10 for row in drawn(0, 0)[start : start + 20]} for start in range(0, 60, 20)]
     assert [len(blocks) for blocks in windows] == [2, 2, 2]
     assert windows != [{0, 1}, {2, 3}, {4, 5}]
+
+
+def test_a_read_that_has_timed_out_says_so_and_is_done_again() -> None:
+    results = [TimeoutError("of the file system"), 7]
+
+    def read(block: int) -> int:
+        found = results.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    cache = BlockCache(read, 1)
+    with pytest.raises(TimeoutError, match="of the file system"):
+        cache.get(0)
+    assert cache.get(0) == 7

@@ -120,6 +120,8 @@ def test_missing_floats_are_nan_and_other_missing_values_name_the_place(tmp_path
     with pytest.raises(dflow.InputError, match=r"missing: column 'age': expected a value of int32, got 'none'"):
         batches(read(tmp_path, missing={"age": "none"}), 100)[0]
     path = write_records(tmp_path / "b.tfrecord", [example({"a": [1]}), example({})])
+    with pytest.raises(dflow.InputError, match=r"missing: feature 'a': expected a value of int64, got 0\.5"):
+        batches(read(path, missing={"a": 0.5}), 2)[0]
     with pytest.raises(dflow.InputError, match=r"record 1, from byte \d+ on: feature 'a': expected a value, got none"):
         batches(read(path), 2)[0]
 
@@ -141,6 +143,27 @@ def test_a_column_without_values_in_one_file_has_the_type_of_another(tmp_path: P
     assert {*first["name"]} == {"none"}
     assert second["name"].tolist() == NAMES
     assert first["list"].dtype == second["list"].dtype == np.int64
+
+
+def test_a_csv_has_its_last_record_at_any_size_and_the_types_of_its_first_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.csv").write_text("number\n\n")
+    (tmp_path / "b.csv").write_text("number\r\n\n" + "".join(f"{number}\n" for number in range(10, 42)))  # 96 bytes
+    for chunk in (7, 32, 96, 100):
+        monkeypatch.setattr("dflow.input.csv_blocks._CHUNK", chunk)
+        [batch] = batches(read(tmp_path), 100)
+        np.testing.assert_array_equal(batch["number"], np.arange(10, 42))
+
+
+def test_a_csv_has_times_with_a_zone_and_names_once(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("at\n2020-01-01T00:00:00Z\n")
+    [batch] = batches(read(tmp_path), 1)
+    assert batch["at"].tolist() == np.array(["2020-01-01"], "M8[s]").tolist()
+    for names, error in (("a,a\n1,2\n", "column 'a': expected one column of this name, got 2"), ("a\r1\r", "names of")):
+        (tmp_path / "a.csv").write_bytes(names.encode())
+        with pytest.raises(dflow.InputError, match=error):
+            batches(read(tmp_path), 1)[0]
 
 
 def test_lists_of_several_lengths_need_a_length(tmp_path: Path) -> None:
@@ -250,6 +273,13 @@ def test_empty_files_of_records_have_no_rows_and_a_large_record_is_read(tmp_path
         ({"missing": {"nmber": 1}}, "missing: expected columns of .*, got 'nmber'"),
         ({"ids": ["number"]}, "ids: expected columns of strings, got 'number' of int64"),
         ({"columns": ["number"], "lengths": {"number": 3}}, "column 'number': expected lists for lengths="),
+        ({"lengths": {"list": 0}}, "lengths: 'list': expected an integer of at least 1, got 0"),
+        ({"missing": 0}, "missing: expected a dict by column, got 0"),
+        ({"types": {"half": "f8"}}, "types: expected files of CSV, got .*a.parquet of Parquet"),
+        (
+            {"columns": ["list"], "lengths": {"list": 3}, "missing": {"list": 0.5}},
+            "missing: column 'list': expected a value of int64, got 0.5",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: Any, error: str, tmp_path: Path) -> None:
