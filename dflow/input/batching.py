@@ -155,8 +155,8 @@ class Batches:
         epoch, position = divmod(number, in_epoch)
         if (order := self._ordered.get(epoch)) is None:
             order = self._order(epoch)
-            # Steps of two epochs may run at the same time.
-            for known in [known for known in self._ordered if abs(known - epoch) > 1]:
+            # Steps of two epochs may run at the same time, on threads.
+            for known in [known for known in list(self._ordered) if abs(known - epoch) > 1]:
                 self._ordered.pop(known, None)
             self._ordered[epoch] = order
         return self._rows(np.asarray(order[position * self.size : (position + 1) * self.size]))
@@ -185,7 +185,7 @@ class Batches:
         if self._columns is None:
             elements = self._elements(order) if self.shuffle is True else iter(self.data)
             if not isinstance(self.shuffle, bool):
-                elements = drawn(map(_own, elements), int(self.shuffle), np.random.default_rng((self.seed, epoch)))
+                elements = drawn(map(own, elements), int(self.shuffle), np.random.default_rng((self.seed, epoch)))
             yield from self._stacked(elements)
             return
         if self._is_numbered():
@@ -274,7 +274,7 @@ def stacked(first: Any, others: Iterable[Any], size: int) -> tuple[int, Any]:
     return count, tree.unflatten([column[:count] for column in columns])
 
 
-def _own(element: Any) -> Any:
+def own(element: Any) -> Any:
     """Return the element with copies of the arrays that its producer could overwrite."""
     leaves, tree = jax.tree_util.tree_flatten(element)
     return jax.tree_util.tree_unflatten(

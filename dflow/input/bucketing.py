@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
 from dflow.calls.trace_log import expect_sizes
-from dflow.input.batching import drawn, is_count, is_indexed, stacked
+from dflow.input.batching import drawn, is_count, is_indexed, own, stacked
 from dflow.input.column_forms import LazyColumn, RaggedColumn
 from dflow.input.column_options import CODES, ColumnOptions, key_of
 from dflow.input.columns import Columns, columns_of
@@ -139,7 +140,7 @@ class BucketedBatches:
         """Return the number of batches. Raises TypeError when it is unknown."""
         if self.epochs is None or self._rows is None:
             raise TypeError("batches without end, or of elements that come one by one, have no len()")
-        return self.epochs * self._in_epoch()
+        return self.epochs * self._in_epoch
 
     def __getitem__(self, number: int) -> Any:
         """Return a batch by its number, counted over all epochs. Raises IndexError after the last."""
@@ -149,7 +150,7 @@ class BucketedBatches:
                 "give a list or a frame, or iterate over the batches",
                 at=caller(),
             )
-        count = self._in_epoch()
+        count = self._in_epoch
         if number < 0 or not count or (self.epochs is not None and number >= self.epochs * count):
             raise IndexError(f"a batch by its number: expected 0 or more and an existing one, got {number}")
         epoch, position = divmod(number, count)
@@ -178,7 +179,9 @@ class BucketedBatches:
             array = as_array(leaf)
             if (key := _key(path)) not in self.sequences:
                 return np.array(array)  # an iterable may reuse its memory
-            filled = np.full((boundary, *array.shape[1:]), self.padding_of(key), array.dtype)
+            # NumPy makes floats of a list without values.
+            dtype = array.dtype if array.size or not isinstance(leaf, list) else np.asarray(self.padding_of(key)).dtype
+            filled = np.full((boundary, *array.shape[1:]), self.padding_of(key), dtype)
             filled[: len(array)] = array
             return filled
 
@@ -211,7 +214,7 @@ class BucketedBatches:
             return
         elements: Iterator[Any] = iter(self.data)
         if not isinstance(self.shuffle, bool):
-            elements = drawn(elements, self.shuffle, np.random.default_rng((self.seed, epoch)))
+            elements = drawn(map(own, elements), self.shuffle, np.random.default_rng((self.seed, epoch)))
         yield from self._streamed(elements)
 
     def _streamed(self, elements: Iterator[Any]) -> Iterator[Any]:
@@ -230,10 +233,12 @@ class BucketedBatches:
         _, batch = stacked(padded[0][0], (element for element, _ in padded[1:]), self.size)
         return self.finished(batch, [length for _, length in padded])
 
+    @cached_property
     def _in_epoch(self) -> int:
-        counts = np.bincount(self._buckets(), minlength=len(self.boundaries))
+        counts = np.bincount(self._buckets, minlength=len(self.boundaries))
         return int((counts // self.size if self.drop_remainder else -(-counts // self.size)).sum())
 
+    @cached_property
     def _buckets(self) -> Any:
         assert self._rows is not None
         return np.searchsorted(self.boundaries, self._rows.lengths)
@@ -242,7 +247,7 @@ class BucketedBatches:
         """Return the bucket and the rows of each batch of an epoch, in the order in which they are full."""
         if (plan := self._plans.get(epoch)) is not None:
             return plan
-        buckets = self._buckets()
+        buckets = self._buckets
         order = np.arange(len(buckets))
         if self.shuffle is True:
             order = np.random.default_rng((self.seed, epoch)).permutation(len(buckets))
@@ -254,8 +259,8 @@ class BucketedBatches:
                 if len(group) == self.size or not self.drop_remainder:
                     found.append((group[-1] if len(group) == self.size else len(order) + bucket, bucket, order[group]))
         plan = [(bucket, rows) for _, bucket, rows in sorted(found, key=lambda one: one[0])]
-        # Steps of two epochs may run at the same time.
-        for known in [known for known in self._plans if abs(known - epoch) > 1]:
+        # Steps of two epochs may run at the same time, on threads.
+        for known in [known for known in list(self._plans) if abs(known - epoch) > 1]:
             self._plans.pop(known, None)
         self._plans[epoch] = plan
         return plan
@@ -345,7 +350,7 @@ def _key(path: Any) -> Any:
 
 def _is_list(value: Any) -> bool:
     """Return whether a part of an element is a list of numbers or strings, which is one sequence."""
-    return isinstance(value, list) and all(isinstance(one, str | bytes | int | float) for one in value)
+    return isinstance(value, list) and all(isinstance(one, str | bytes | int | float | np.generic) for one in value)
 
 
 def _checked_boundaries(boundaries: Sequence[int]) -> Any:

@@ -187,12 +187,15 @@ def batch_reader(cluster: Cluster) -> BatchReader:
 
 
 def _form(batch: Any, arrays: list[Any]) -> Any:
-    """Add the arrays of a batch to `arrays`; return its structure for JSON. Raises InputError for other values."""
+    """Add the arrays of a batch to `arrays`; return its structure for JSON. A list of that begins with its type.
+
+    Raises InputError for other values.
+    """
     batch = with_string_ids(batch, lambda: leaf_names("serve: batch", batch, is_list_of_strings))
     if type(batch) is dict and all(isinstance(key, str) for key in batch):
         return {key: _form(part, arrays) for key, part in batch.items()}
     if type(batch) in (tuple, list):
-        return [_form(part, arrays) for part in batch]
+        return [type(batch).__name__, *(_form(part, arrays) for part in batch)]
     if isinstance(batch, WideIds):
         arrays += [np.asarray(batch.high), np.asarray(batch.low)]
         return next(name for name, kind in _IDS.items() if type(batch) is kind)
@@ -210,5 +213,6 @@ def _batch(form: Any, arrays: Any) -> Any:
     if isinstance(form, dict):
         return {key: _batch(part, arrays) for key, part in form.items()}
     if isinstance(form, list):
-        return tuple(_batch(part, arrays) for part in form)
+        parts = [_batch(part, arrays) for part in form[1:]]
+        return tuple(parts) if form[0] == "tuple" else parts
     return next(arrays) if form == 0 else _IDS[form](next(arrays), next(arrays))

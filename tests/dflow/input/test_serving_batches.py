@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,10 +94,11 @@ def test_without_readers_the_worker_reads_and_a_lost_job_is_named(monkeypatch: p
     with memory_cluster() as memory:
         worker = memory.worker()
         assert served(DATA, worker) is DATA
-        only, _ = reader(memory, 0, [{"value": object()}])
+        only, _ = reader(memory, 0, [{"value": object()}, [np.ones(2), (np.ones(1),)]])
         until(lambda: only.task in worker.tasks)
         with pytest.raises(dflow.InputError, match="expected batches of arrays in dicts by name and tuples"):
             served(DATA, worker)[0]
+        assert jax.tree.structure(served(DATA, worker)[1]) == jax.tree.structure([1, (1,)])
         data = served(DATA, worker, name="other")
         with pytest.raises(dflow.DeadlineExceeded, match="expected batches under 'other'"):
             data[0]

@@ -165,6 +165,19 @@ def test_several_sequences_and_other_forms() -> None:
     assert [part.tolist() for part in batch] == [[[1, 1], [1, 0]], [2, 1], [True, True]]
 
 
+def test_a_stream_may_use_its_memory_again_and_empty_lists_keep_the_dtype() -> None:
+    def elements() -> Iterator[Any]:
+        memory = np.zeros(2, np.int32)
+        for number in range(6):
+            memory[:] = number
+            yield memory
+
+    found = list(bucket_by_sequence_length(elements(), (), [2], 3, shuffle=4))
+    assert sorted(row for batch, *_ in found for row in batch[:, 0].tolist()) == list(range(6))
+    (batch,) = bucket_by_sequence_length([{"x": []}, {"x": [np.int64(3), 4]}], "x", [2], 2)
+    assert (batch["x"].dtype, batch["x"].tolist()) == (np.int64, [[0, 0], [3, 4]])
+
+
 LONG = {"x": [[1], [1, 2, 3]], "y": [1, 2]}
 REFUSED: dict[str, tuple[Any, str]] = {
     "long": ((LONG, "x", [2], 2), "element 1: expected a length of at most 2, the last boundary, got 3"),
