@@ -17,9 +17,10 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.input.batching import Batches, is_indexed
 from dflow.input.column_options import NAMES, ColumnOptions, key_of, missing_of
 from dflow.input.columns import Columns, columns_of
+from dflow.input.numpy_batches import NumpyBatches
 from dflow.input.reading import FileRows
 from dflow.statistics.column_statistics import ColumnStatistics, kind_of
-from dflow.statistics.shared_parts import merged_parts
+from dflow.statistics.shared_parts import Measurements, merged_parts
 from dflow.tracing.errors import InputError
 from dflow.tracing.near_names import did_you_mean, suggests_keywords
 from dflow.tracing.source import caller
@@ -53,7 +54,8 @@ def statistics(
                   batches by number. The parts stay on the parameter tasks, so a restarted worker gets the result too
 
     Raises InputError for a column without numbers, times, strings or bytes, for `vocabularies` that are no columns, for
-    batches that differ in their columns, and, with `cluster`, for batches without numbers; DeviceError for a cluster
+    batches that differ in their columns, and, with `cluster`, for batches without numbers and for a name that this
+    process has used before; DeviceError for a cluster
     without parameter tasks; and what the iterable raises.
     """
     if (cluster is None) != (name is None):
@@ -62,6 +64,8 @@ def statistics(
             'give both, for instance name="clicks", or none of them',
             at=caller(),
         )
+    if cluster is not None and name is not None:
+        cluster.part(Measurements).begin(name)
     source = _source(data)
     measure = _Measurement(frozenset(vocabularies), sample, distinct)
     if cluster is None or name is None or cluster.is_standalone:
@@ -164,10 +168,9 @@ def _source(data: Any) -> _Pieces:
             )
         return _keys(found), [column[np.arange(found.count)] for column in found.values]
 
-    counted = data.data if isinstance(data, Batches) else data
-    return _Pieces(
-        len(data) if is_indexed(counted) else None, lambda number: of_batch(data[number]), lambda: map(of_batch, data)
-    )
+    counted = data.data if isinstance(data, Batches) else data.loader if isinstance(data, NumpyBatches) else data
+    count = len(data) if isinstance(counted, FileRows) or is_indexed(counted) else None
+    return _Pieces(count, lambda number: of_batch(data[number]), lambda: map(of_batch, data))
 
 
 def _of_columns(columns: Columns) -> _Pieces:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import dflow
-from dflow.data import Normalization, StringLookup, batches, statistics
+from dflow.data import Normalization, StringLookup, batches, numpy_batches, statistics
+from dflow.distributed.coordinator.decisions import Decisions
 from dflow.statistics import data_statistics
 from dflow.statistics.column_statistics import ColumnStatistics, decoded, encoded
 from dflow.testing import memory_cluster
@@ -133,12 +134,26 @@ def test_files_are_measured_by_their_rows(tmp_path: Any) -> None:
     table = frame().drop(columns=["at", "kind"])
     table.to_parquet(tmp_path / "rows.parquet", row_group_size=3000)
     rows = dflow.data.read(tmp_path, missing={"age": 0, "city": "?"})
-    for data in (rows, batches(rows, 512, shuffle=1000, epochs=None, pad=True)):
-        found = statistics(data)
+    of_batches = batches(rows, 512, shuffle=1000, epochs=None, pad=True)
+    with memory_cluster() as memory:
+        worker = memory.worker()
+        shared = statistics(rows, cluster=worker, name="files")
+        # A job that goes on from a snapshot has the parts of before, and decides again.
+        memory.coordinator._state.core.part(Decisions)._values.clear()
+        with pytest.raises(dflow.InputError, match="statistics 'files': expected a new name for each call"):
+            statistics(rows, cluster=worker, name="files")
+        again = statistics(rows, cluster=memory.worker(1), name="files")
+    for found in (statistics(rows), statistics(of_batches), shared, again):
         assert found["age"].rows == len(table)
         assert found["price"].missing == table["price"].isna().sum()
         assert abs(found["age"].mean - table["age"].fillna(0).mean()) < 1e-9
         assert found["city"].counts == table["city"].fillna("?").value_counts().to_dict()
+
+
+@pytest.mark.parametrize("loader", [iter, lambda batches: {1: batches[0], 2: batches[1]}.values()])
+def test_batches_of_a_loader_are_measured_one_after_another(loader: Any) -> None:
+    found = statistics(numpy_batches(loader([{"x": np.arange(3)}, {"x": np.arange(3, 5)}])))
+    assert (found["x"].count, found["x"].mean) == (5, 2)
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -178,7 +193,7 @@ def test_workers_share_the_rows_and_get_one_result(monkeypatch: pytest.MonkeyPat
 
         with ThreadPoolExecutor(2) as pool:
             results = list(pool.map(measure, workers))
-        results.append(measure(workers[1]))  # as one that was restarted
+        results.append(measure(memory.worker(2)))  # as one that was restarted
     for found in results:
         for name, column in found.items():
             assert (column.count, column.counts) == (alone[name].count, alone[name].counts)
