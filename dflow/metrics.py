@@ -161,7 +161,7 @@ def ndcg(scores: Any, relevance: Any, k: int | None = None, weights: Any = None)
     positions = np.arange(scores.shape[-1])
     discounts = np.where(positions < (k or np.inf), 1 / np.log2(positions + 2), 0).astype(np.float32)
     gained = jnp.vectorize(_gain, signature="(n),(n),(n)->()")(scores, relevance, discounts)
-    best = -jnp.sort(-relevance, axis=-1) @ discounts
+    best = -(jnp.sort(-relevance, axis=-1) * discounts).sum(-1)  # a product of matrices has fewer digits on a GPU
     return _mean(jnp.where(_is_usable(scores, relevance), jnp.where(best > 0, gained / best, 0), jnp.nan), weights)
 
 

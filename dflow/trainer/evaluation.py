@@ -22,6 +22,7 @@ from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.evaluation.shared_evaluation import Evaluations
 from dflow.distributed.training.metric_states import computed, is_state, named_results, on_host
 from dflow.distributed.training.strategy import arguments_of
+from dflow.input.numpy_batches import NumpyBatches
 from dflow.state_backends import by_backend
 from dflow.tracing.argument_ids import is_list_of_strings, naming_ids, with_ids
 from dflow.tracing.column_tables import refuse_table
@@ -115,9 +116,10 @@ def is_on_tasks(step: Callable[..., Any], batches: NumberedBatches) -> bool:
 
 def metric_names(step: Callable[..., Any], batches: Any) -> frozenset[str] | None:
     """Return the names of an evaluation's results; traces it, for the first batch. None if that can be taken once."""
-    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
+    source = batches.loader if isinstance(batches, NumpyBatches) else batches
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         first = batches[0] if len(batches) else None
-    elif hasattr(batches, "__iter__") and iter(batches) is not batches:
+    elif hasattr(source, "__iter__") and iter(source) is not source:
         first = next(iter(batches), None)
     else:
         return None

@@ -225,8 +225,10 @@ def test_a_trainer_stops_keeps_and_logs_by_such_a_metric(tmp_path: Path) -> None
     header = (tmp_path / "curve.csv").read_text().splitlines()[0]
     assert header == "step,time,loss,auc,evaluation/auc"
     stops = [dflow.EarlyStopping("auk", mode="max")]
-    other = dflow.Trainer(
-        step, Async(dflow.connect()), evaluation=(measure, batches), evaluate_every=2, callbacks=stops
-    )
-    with pytest.raises(dflow.TrainingError, match="expected 'auk' among the metrics of the evaluation"):
-        other.run(batches, steps=1)
+    without_numbers = dflow.data.numpy_batches(dict(enumerate(batches)).values())
+    for data in (batches, without_numbers):
+        other = dflow.Trainer(
+            step, Async(dflow.connect()), evaluation=(measure, data), evaluate_every=2, callbacks=stops
+        )
+        with pytest.raises(dflow.TrainingError, match="expected 'auk' among the metrics of the evaluation"):
+            other.run(batches, steps=1)
