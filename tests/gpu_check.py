@@ -24,6 +24,7 @@ FEW_STEPS = {
     "actor_learner": ("--steps", "160"),
     "cartpole": ("--updates", "2"),
     "click_through": ("--steps", "20"),
+    "clicks_from_parquet": ("--rows", "5000", "--every", "5"),
     "digits": ("--steps", "40"),
     "factorisation": ("--steps", "20"),
     "fine_tune": ("--steps", "5"),

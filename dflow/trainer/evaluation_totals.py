@@ -64,7 +64,8 @@ class SharedTotals:
 
     def __init__(self, types: Mapping[str, Any]) -> None:
         total = np.zeros(())
-        self._types = {EXAMPLES: total} | {name: type if is_state(type) else total for name, type in types.items()}
+        by_name = {name: type if is_state(type) else total for name, type in types.items()}
+        self._types = by_name | {EXAMPLES: total}
         self._is_kept = {name: _is_kept(name, type) for name, type in self._types.items()}
 
     def floats(self, totals: Mapping[str, Any]) -> dict[str, float]:

@@ -175,7 +175,7 @@ class Trainer:
                 f"checkpoints: expected every= a number of steps on a cluster, got {manager.every!r}",
                 "give CheckpointManager(..., every=1000), after which all workers save the same steps",
             )
-        if manager.is_shared and self._strategy.ends_together:
+        if manager.is_on_tasks and self._strategy.ends_together:
             raise refusal(
                 f"checkpoints: expected the variables of each worker for {type(self._strategy).__name__}, got those on "
                 "tasks alone, which would be of later steps than the others after a restart",

@@ -88,6 +88,8 @@ class CheckpointManager:
         self._role = role_of(self._named, self._folder.path, every)
         #: Whether worker 0 saves for the other workers, on which `save` does nothing.
         self.is_shared = self._role.is_shared
+        #: Whether all variables are on tasks, and none in this process.
+        self.is_on_tasks = not self._role.has_own
         self._save: BackgroundSave | None = None
         self._is_closed = self._is_reported = False
         self._record = RunRecord()

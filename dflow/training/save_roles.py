@@ -37,6 +37,8 @@ class Alone:
     is_together = False
     #: Whether worker 0 saves for the other workers.
     is_shared = False
+    #: Whether the process has variables of its own.
+    has_own = True
 
     def next_step(self) -> int | None:
         """Return the next step of the run as the state on the tasks has it; None if there is none."""
@@ -71,8 +73,8 @@ class OnTasks(Alone):
 
     is_shared = True
 
-    def __init__(self, near: Variable, folder: Location, *, is_saver: bool) -> None:
-        self._folder, self.is_saver = folder, is_saver
+    def __init__(self, near: Variable, folder: Location, *, is_saver: bool, has_own: bool) -> None:
+        self._folder, self.is_saver, self.has_own = folder, is_saver, has_own
         # In an empty context: the user's scopes and containers are for the user's variables.
         self._next: Variable = contextvars.Context().run(
             lambda: Variable(lambda: jnp.int32(-1), name=f"{PROGRESS}{folder}", near=near, trainable=False)
@@ -130,4 +132,7 @@ def role_of(named: Mapping[str, NamedArray], folder: Location, every: Any) -> Al
     if any(home.is_local for home in homes) and (group := current_group()) is not None:
         return InGroup(group, is_together=is_together)
     on_tasks = [next(iter(here.values())) for home, here in homes.items() if not home.is_local]
-    return OnTasks(on_tasks[0], folder, is_saver=all(home.is_saver for home in homes)) if on_tasks else Alone()
+    if not on_tasks:
+        return Alone()
+    has_own = any(home.is_local for home in homes)
+    return OnTasks(on_tasks[0], folder, is_saver=all(home.is_saver for home in homes), has_own=has_own)

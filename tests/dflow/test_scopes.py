@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import dflow
+from dflow.distributed.cluster.cluster import cluster_with
 from dflow.testing import memory_cluster
 
 CPU = jax.local_devices(backend="cpu")[0]
@@ -95,9 +96,8 @@ def test_a_near_name_is_told_for_a_misspelt_option_of_a_kernel() -> None:
         dflow.kernel(3)  # type: ignore[call-overload]
 
 
-def test_a_cluster_in_memory_leaves_nothing_of_itself_behind() -> None:
+def test_the_end_of_a_cluster_in_memory_closes_its_workers() -> None:
     with memory_cluster(ps=1) as memory:
         worker = memory.worker()
     assert worker.coordinator.session.is_closed
-    with pytest.raises(dflow.DeviceError, match="expected a device such as 'gpu:0', got 'gp:1'"), dflow.device("gp:1"):
-        dflow.jit(lambda: jnp.ones(2) + 1)()
+    assert cluster_with([]) is not worker
