@@ -70,7 +70,7 @@ class FitBatches:
         return self.take(number)
 
     def limited(self, steps: int | None, what: str) -> FitBatches:
-        """Return the first `steps` batches, by default those of one pass. Raises TrainingError if it has no known end.
+        """Return the first `steps` batches of one pass, by default all. Raises TrainingError if it has no known end.
 
         what  the argument that gives the steps, for errors
         """
@@ -79,7 +79,9 @@ class FitBatches:
                 f"{what}: expected a number of steps for data without a known length, got None",
                 f"give {what}=, or data with a length, such as arrays or a keras.utils.PyDataset",
             )
-        return self if steps is None else replace(self, per_pass=steps)
+        if steps is None:
+            return self
+        return replace(self, per_pass=steps if self.per_pass is None else min(steps, self.per_pass))
 
 
 def fit_batches(

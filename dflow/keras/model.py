@@ -193,7 +193,8 @@ class Model:
             # Keras draws one order more to build its metrics.
             skipped=self._states is None,
         )
-        steps = len(batches.limited(steps_per_epoch, "steps_per_epoch"))
+        if (steps := steps_per_epoch) is None:
+            steps = len(batches.limited(None, "steps_per_epoch"))
         totals, row = self._rows(batches.take(0), epochs)
         validation = None
         if validation_data is not None:

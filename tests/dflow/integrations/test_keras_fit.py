@@ -93,6 +93,11 @@ def test_fit_in_one_process_is_that_of_keras(tmp_path: Path) -> None:
         model.evaluate(IDS, CLICKS, verbose=0, return_dict=True),
         model.to_keras().evaluate(IDS, CLICKS, verbose=0, return_dict=True),
     )
+    batches = {"batch_size": 16, "verbose": 0}  # with more steps than batches, each example counts once
+    assert_same(
+        dict(enumerate(model.evaluate(IDS, CLICKS, steps=999, **batches))),
+        dict(enumerate(model.evaluate(IDS, CLICKS, **batches))),
+    )
     np.testing.assert_allclose(model.predict(IDS, verbose=0), model(IDS), rtol=1e-6)
 
 
