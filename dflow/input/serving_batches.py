@@ -48,7 +48,7 @@ def served(batches: Any, cluster: Cluster, *, job: str = "reader", name: str = "
     job   the job whose tasks call `serve`; if the cluster has none, as in a standalone process, `batches` is returned
     name  as in `serve`
 
-    Raises InputError for batches without a number. Taking a batch raises TaskLost if no reader runs for 120 s.
+    Raises InputError for batches without a number. Taking a batch raises TaskLost if no reader serves for 120 s.
     """
     _check(batches, "served")
     if cluster.is_standalone or split_task_name(cluster.task)[0] == job:

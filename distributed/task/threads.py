@@ -14,6 +14,8 @@ The work of a task that may block, with its longest duration, and its thread:
 - `ReadVariables`, `ReadPiece`, `WriteVariable`, `CaptureVariables`, `ReadCapture`, `EndRestore`: until the values are
   computed, and at most 600 s until a program that uses them is dispatched. A request's thread. Other requests wait only
   for locks.
+- Batches that a task serves to others: as long as the user's code reads them. A thread, at most 8 for each sender,
+  whose other requests do not wait for them.
 - Items of plans with Python callbacks, which may wait forever, and with copies or loops whose length is computed: a
   thread for each item.
 - Items that use a variable which a program has, until that is dispatched: a thread for each item.

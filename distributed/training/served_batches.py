@@ -7,31 +7,34 @@ checkpoints have already.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dflow.distributed.cluster.cluster import Cluster
-from dflow.distributed.task.arrivals import Arrival, Handled, RequestArrival, RequestTable
+from dflow.distributed.task.arrivals import Answering, Arrival, Handled, RequestArrival, RequestTable, answer
+from dflow.distributed.task.request_queues import RequestQueues
 from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.training.batch_messages import BatchCount, CountBatches, GetBatch, ServedBatch
 from dflow.distributed.transport.base import PendingReply
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.message import Message
 from dflow.tracing.argument_ids import is_list_of_strings, with_string_ids
 from dflow.tracing.devices.task_name import split_task_name, task_name
-from dflow.tracing.errors import DeadlineExceeded, InputError, TaskLost, TransportClosed
+from dflow.tracing.errors import DflowError, InputError, TaskLost, TransportClosed
 from dflow.tracing.path_names import leaf_names
 from dflow.tracing.wide_ids import IntegerIds, StringIds, WideIds
 
-#: Longest wait for a reader that serves the batches, and for a live reader, in s.
+#: Longest wait of a worker for a reader that serves the batches, in s.
 SERVED_S = 120.0
 #: Number of batches that a worker asks for ahead.
 AHEAD = 4
@@ -44,7 +47,11 @@ _IDS: dict[str, type[WideIds]] = {"strings": StringIds, "integers": IntegerIds, 
 
 
 class BatchReader(TaskPart):
-    """Answers the requests for batches that this task serves; thread-safe."""
+    """Answers the requests for batches that this task serves; thread-safe.
+
+    Batches may be slow to read, so their requests have queues of their own: other requests of a worker do not wait for
+    them. A request for what is not served is refused immediately, and the worker asks again.
+    """
 
     requests: ClassVar[RequestTable[BatchReader]] = RequestTable()
     notices: ClassVar[HandlerTable[BatchReader, Arrival, None]] = HandlerTable()
@@ -52,43 +59,58 @@ class BatchReader(TaskPart):
     def __init__(self, task: TaskServer) -> None:
         self._task = task
         self._served: dict[str, Any] = {}
-        self._change = threading.Condition()
+        self._queues = RequestQueues(task.threads)
 
     def serve(self, name: str, batches: Any) -> None:
         """Serve batches by number under a name; they replace earlier ones of the name."""
-        with self._change:
-            self._served[name] = batches
-            self._change.notify_all()
+        self._served[name] = batches
 
-    @requests.queued(GetBatch)
-    def give(self, message: GetBatch, arrival: RequestArrival) -> Handled:
-        """Answer with a batch."""
-        batches = self._batches(message.name)
-        try:
-            batch = batches[message.number]
-        except IndexError:
-            return ServedBatch("")
-        arrays: list[Any] = []
-        form = json.dumps(_form(batch, arrays))
-        infos, payload = encode_arrays(arrays)
-        return ServedBatch(form, infos), payload
+    def close(self, error: DflowError) -> None:
+        """See `TaskPart`."""
+        self._served.clear()
+        self._queues.close()
 
-    @requests.queued(CountBatches)
-    def count(self, message: CountBatches, arrival: RequestArrival) -> Handled:
-        """Answer with the number of batches."""
-        try:
-            return BatchCount(len(self._batches(message.name)))
-        except TypeError:
-            return BatchCount(None)
+    @requests.handles(GetBatch)
+    def give(self, message: GetBatch, arrival: RequestArrival) -> None:
+        """Answer with a batch, on a thread. Raises TaskLost if nothing is served under the name."""
+        self._on_thread(partial(_given, self._batches(message.name)), message, arrival)
+
+    @requests.handles(CountBatches)
+    def count(self, message: CountBatches, arrival: RequestArrival) -> None:
+        """Answer with the number of batches, on a thread. Raises TaskLost if nothing is served under the name."""
+        self._on_thread(partial(_counted, self._batches(message.name)), message, arrival)
+
+    def _on_thread(self, handle: Answering, message: Message, arrival: RequestArrival) -> None:
+        check = self._task.member_gate.refuse_departed
+        self._queues.submit(arrival.peer.name, answer, handle, message, arrival, check)
 
     def _batches(self, name: str) -> Any:
-        with self._change:
-            if self._change.wait_for(lambda: name in self._served, SERVED_S):
-                return self._served[name]
-        raise DeadlineExceeded(
-            f"{self._task.name}: expected batches under {name!r}, waited {SERVED_S:g} s for that",
+        if name in self._served:
+            return self._served[name]
+        raise TaskLost(
+            f"{self._task.name}: expected batches under {name!r}, got none",
             "call dflow.data.serve(batches, cluster) in its program",
         )
+
+
+def _given(batches: Any, message: GetBatch, arrival: RequestArrival) -> Handled:
+    if message.number < 0:  # a list would give a batch from its end
+        return ServedBatch("")
+    try:
+        batch = batches[message.number]
+    except IndexError:
+        return ServedBatch("")
+    arrays: list[Any] = []
+    form = json.dumps(_form(batch, arrays))
+    infos, payload = encode_arrays(arrays)
+    return ServedBatch(form, infos), payload
+
+
+def _counted(batches: Any, message: CountBatches, arrival: RequestArrival) -> Handled:
+    try:
+        return BatchCount(len(batches))
+    except TypeError:
+        return BatchCount(None)
 
 
 class ServedBatches:
@@ -97,7 +119,7 @@ class ServedBatches:
     Batches come as read-only arrays of NumPy, and their strings as ids. The next ones are asked for ahead. Batch
     `number` is asked of reader `number` modulo the number of readers; while that is down, of another one.
 
-    Raises TaskLost if no reader runs for 120 s, and the error of a reader.
+    Raises TaskLost if no reader serves them for 120 s, and the error of a reader.
     """
 
     def __init__(self, cluster: Cluster, readers: Sequence[str], name: str) -> None:
@@ -122,7 +144,7 @@ class ServedBatches:
             self._ask_ahead(number)
         reply = None
         if begun is not None:
-            with contextlib.suppress(TaskLost, TransportClosed):
+            with suppress(TaskLost, TransportClosed):
                 reply = begun.wait(self._cluster.requests.timeout_s)
         if reply is None:
             reply = self._retried(number, lambda task: self._begin(number, task))
@@ -157,16 +179,19 @@ class ServedBatches:
         return own if own in live else running[number % len(running)] if running else None
 
     def _retried(self, number: int, begin: Any) -> Any:
-        """Return the reply of a reader. While readers are lost, ask others, or wait for them."""
-        until = time.monotonic() + SERVED_S
+        """Return the reply of a reader. While readers are lost or do not serve yet, ask others, or wait for them."""
+        until, why = time.monotonic() + SERVED_S, ""
         while True:
             task = self._reader_of(number)
-            with contextlib.suppress(TaskLost, TransportClosed):
+            try:
                 if task is not None:
                     return begin(task).wait(self._cluster.requests.timeout_s)
+            except (TaskLost, TransportClosed) as error:
+                why = f"; {error}"
             if time.monotonic() > until:
                 raise TaskLost(
-                    f"expected a reader of batches {self._name!r}, one of {[*self._readers]}, waited {SERVED_S:g} s",
+                    f"expected a reader of batches {self._name!r}, one of {[*self._readers]}, "
+                    f"waited {SERVED_S:g} s{why}",
                     "start them again: dflow launch --restart reader=on-failure",
                 )
             time.sleep(_AGAIN_S)

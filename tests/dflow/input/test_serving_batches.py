@@ -17,6 +17,8 @@ from dflow.data import batches, serve, served
 from dflow.distributed.cluster.cluster import Cluster
 from dflow.distributed.task_role import join_cluster
 from dflow.distributed.training import served_batches
+from dflow.distributed.training.batch_messages import GetBatch
+from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from tests.distributed.training.sync_programs import together
@@ -90,7 +92,6 @@ def test_without_readers_the_worker_reads_and_a_lost_job_is_named(monkeypatch: p
     assert served(DATA, dflow.connect()) is DATA
     with pytest.raises(dflow.InputError, match="served: expected batches by number, got a generator"):
         served((batch for batch in DATA), dflow.connect())
-    monkeypatch.setattr(served_batches, "SERVED_S", 0.0)
     with memory_cluster() as memory:
         worker = memory.worker()
         assert served(DATA, worker) is DATA
@@ -99,8 +100,9 @@ def test_without_readers_the_worker_reads_and_a_lost_job_is_named(monkeypatch: p
         with pytest.raises(dflow.InputError, match="expected batches of arrays in dicts by name and tuples"):
             served(DATA, worker)[0]
         assert jax.tree.structure(served(DATA, worker)[1]) == jax.tree.structure([1, (1,)])
+        monkeypatch.setattr(served_batches, "SERVED_S", 0.0)
         data = served(DATA, worker, name="other")
-        with pytest.raises(dflow.DeadlineExceeded, match="expected batches under 'other'"):
+        with pytest.raises(dflow.TaskLost, match="expected batches under 'other', got none"):
             data[0]
         only.close()
         until(lambda: only.task not in worker.tasks)
@@ -109,3 +111,35 @@ def test_without_readers_the_worker_reads_and_a_lost_job_is_named(monkeypatch: p
         ):
             data[7]
         worker.close()
+
+
+def test_slow_batches_hold_up_no_other_request_of_their_workers() -> None:
+    class Slow:
+        given, release = 0, threading.Event()
+
+        def __getitem__(self, number: int) -> Any:
+            self.release.wait(30.0)
+            self.given += 1
+            return np.float32(number)
+
+    slow = Slow()
+    with memory_cluster(workers=2) as memory:
+        workers = [memory.worker(index) for index in range(2)]
+        only, end = reader(memory, 0, slow)
+        until(lambda: only.task in workers[0].tasks and only.task in workers[1].tasks)
+        for worker in workers:
+            with pytest.raises(TypeError, match="without end"):
+                len(served(slow, worker))
+        asked = [
+            worker.requests.begin(only.task, GetBatch("data", number)) for worker in workers for number in range(20)
+        ]
+        for worker in workers:
+            with pytest.raises(dflow.VariableError):
+                worker.requests.ask(only.task, ReadVariables(("none",)))
+        assert not slow.given
+        slow.release.set()
+        assert all(one.wait(60.0).message.form for one in asked)
+        for worker in workers:
+            worker.close()
+        only.close()
+        end()
