@@ -4,7 +4,8 @@ Each of `--workers` workers trains asynchronously on batches of `--batch` rating
 variables. Each task is a process, on this machine. An epoch has `--steps` steps; the first is left out, which compiles.
 
 `--beside PYTHON` names an environment with TensorFlow and `tf_keras`, whose ParameterServerStrategy then runs `fit` of
-the same model on a cluster of as many processes and a coordinator, in turns with dflow's. Keras 3 has no such strategy.
+the same model on a cluster of as many processes and a coordinator, each run after one of dflow's. Keras 3 has no such
+strategy.
 
     python3 -m venv .venv-tensorflow && .venv-tensorflow/bin/pip install 'tensorflow-cpu==2.21.*' tf_keras
     python -m benchmarks.keras_fit --beside .venv-tensorflow/bin/python

@@ -30,7 +30,7 @@ from tests.dflow.input.example_records import example, write_records
 ROWS, FILE, GROUP, WIDTH = 200_000, 50_000, 10_000, 64
 #: Longest time of one process, in s.
 RUN_S = 900
-#: What each library reads, by the name of its function in `_readers_peers.py`.
+#: Formats that each library reads, by the name of its function in `_readers_peers.py`.
 PEERS = {
     "tf.data": ("tfrecord",),
     "grain": ("parquet", "tfrecord"),

@@ -41,8 +41,8 @@ class Sums:
 
         dflow.metrics.Sums(lambda errors, count: (errors / count) ** 0.5, errors=jnp.sum(error**2), count=error.size)
 
-    of    function of the sums by name, as NumPy arrays of float64; it returns a number, or numbers by name. What it
-          divides by zero is NaN, without a warning
+    of    function of the sums by name, as NumPy arrays of float64; it returns a number, or numbers by name. A
+          division by zero gives NaN, without a warning
     sums  arrays of a batch, of the same shapes for each batch
     """
 
@@ -236,7 +236,7 @@ def _real(owner: str, name: str, value: Any) -> Any:
 
 
 def _within(values: Any, most: float) -> Any:
-    """Return the values, with NaN for those that are not from 0 to `most`."""
+    """Return the values, with NaN in place of values below 0 or above `most`."""
     return jnp.where((values >= 0) & (values <= most), values, jnp.nan)
 
 

@@ -48,7 +48,7 @@ class RetraceWarning(UserWarning):
 
 
 def expect_sizes(rows: int, lengths: Sequence[int]) -> None:
-    """Give no warnings for traces whose changed arguments are arrays of so many rows and one of these lengths."""
+    """Suppress warnings for traces whose changed arguments are arrays of `rows` rows and one of these lengths."""
     _expected.update((rows, int(length)) for length in lengths)
 
 

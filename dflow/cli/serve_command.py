@@ -210,7 +210,7 @@ def _print_models(server: ModelServer) -> None:
 
 
 def _tables(options: argparse.Namespace, security: SecurityPolicy) -> Cluster | TrainingJob:
-    """Return the job that trains the tables; of a cluster without one a task there, for which the tables are loaded.
+    """Return the job that trains the tables. If none does, join the cluster as a server, whose tables its tasks load.
 
     Raises as `dflow.connect`, and SecurityError.
     """

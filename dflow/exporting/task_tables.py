@@ -43,7 +43,7 @@ def no_tables(path: Path) -> ExportError:
 def beside_tables(path: Path, manifest: ExportManifest) -> set[str]:
     """Return the variables of vocabularies that no function needs if a training job finds the rows of ids.
 
-    Raises ExportError for a function whose ids are not told apart from the rows that they have in the export.
+    Raises ExportError for a function whose exported programs do not compute the ids apart from the rows.
     """
     found, others, tables = set[str](), set[str](), tables_of(manifest)
     for name, signature in manifest.signatures.items():

@@ -47,9 +47,9 @@ def batches(
              files by `dflow.data.read`. A batch of a table is a dict of arrays by name. Or a list or another sequence
              of elements, such as a map-style dataset of PyTorch, Grain or Hugging Face; or any other iterable of
              elements. Each element is a pytree of arrays, tensors and numbers
-    shuffle  True draws a new random order of the rows, or of a sequence, for each epoch. An integer is the size of the
-             buffer from which each next element is drawn at random; another iterable needs this form. For files it is
-             the number of rows that are permuted together
+    shuffle  True draws a new random order of the rows, or of a sequence, for each epoch. An integer is the size of a
+             buffer that gives each next element at random; another iterable needs this form. For files it is the
+             number of rows that are permuted together
     seed     seed of the order; equal seeds give equal batches
     epochs   number of passes over the data; None repeats it without end
     drop_remainder  whether to drop the last, smaller batch of an epoch; queues with fixed shapes need this

@@ -1,6 +1,6 @@
 """The order of the rows of files in one epoch: blocks in random order, then rows in random order within windows.
 
-A block is the unit in which a file is read, such as a row group of Parquet. Batch `b` of an epoch belongs to part
+A file is read block by block; a row group of Parquet is a block. Batch `b` of an epoch belongs to part
 `b % parts`. A part is a contiguous piece of the blocks in their order, so that no two parts share a block, except for
 those at their ends; each window of a part is permuted.
 

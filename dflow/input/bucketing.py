@@ -46,12 +46,12 @@ def bucket_by_sequence_length(
     missing: Any = None,
     categories: Any = CODES,
 ) -> BucketedBatches:
-    """Return an iterable over batches of `size` elements of like length, in which each sequence is padded at its end.
+    """Return an iterable over batches of `size` elements of similar length, with sequences padded at their ends.
 
     data        as for `dflow.data.batches`: columns, also of lists of several lengths, a sequence, or another iterable
     sequences   the columns, or entries of an element, that are padded: a name, a position in a tuple, () if an element
                 is one array, or a list of these. An element's length is that of the longest of them, along axis 0
-    boundaries  lengths to which sequences are padded, increasing. An element is padded to the smallest that is at least
+    boundaries  lengths of padded sequences, increasing. An element is padded to the smallest that is at least
                 its length, so the batches have as many shapes as there are boundaries
     padding     the value at the ends: one, or a dict by sequence
     drop_remainder  whether to drop the batches of an epoch that do not fill up; by default their last element is
@@ -62,8 +62,8 @@ def bucket_by_sequence_length(
     "mask", bool (size,), which is False where the last element is repeated. They are the last two entries of a tuple,
     and for other data a batch is the tuple of it and them.
 
-    A batch comes when it is full, and those that do not fill up at the end of the epoch. The result has `len()` and
-    batches by number for rows and for a sequence, each element of which is read once for its length.
+    A batch is returned when it is full, and the partly filled batches at the end of the epoch. If the data are rows or
+    a sequence, the result has `len()` and batches by number; for that each element of a sequence is read once.
 
     Raises InputError for an element longer than the last boundary, with its number; for a sequence that the data does
     not have; and as `dflow.data.batches`.
@@ -244,7 +244,7 @@ class BucketedBatches:
         return np.searchsorted(self.boundaries, self._rows.lengths)
 
     def _plan(self, epoch: int) -> list[tuple[int, Any]]:
-        """Return the bucket and the rows of each batch of an epoch, in the order in which they are full."""
+        """Return the bucket and the rows of each batch of an epoch, in the order that they fill up."""
         if (plan := self._plans.get(epoch)) is not None:
             return plan
         buckets = self._buckets
@@ -358,7 +358,7 @@ def _checked_boundaries(boundaries: Sequence[int]) -> Any:
     if not bounds or not all(map(is_count, bounds)) or sorted(set(bounds)) != bounds:
         raise InputError(
             f"bucket_by_sequence_length: boundaries: expected increasing whole numbers, from 1, got {boundaries!r}",
-            "give the lengths to which sequences are padded, such as [16, 64, 256]",
+            "give the lengths of padded sequences, such as [16, 64, 256]",
             at=caller(),
         )
     return np.array(bounds)

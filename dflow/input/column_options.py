@@ -89,7 +89,7 @@ def key_of(path: Path) -> Any:
 
 
 def filled(values: Any, fill: Any) -> Any:
-    """Return the values with `fill` in place of those that are masked, NaN or NaT."""
+    """Return the values with `fill` in place of masked values, NaN and NaT."""
     missing = missing_of(values)
     values = np.ma.getdata(values)
     if missing.any():

@@ -159,7 +159,7 @@ def _of_arrow(column: Any, name: str) -> Any:
 
 
 def _is_plain_arrow(kind: Any) -> bool:
-    """Return whether values are numbers, times, strings or bytes: those that are converted batch by batch."""
+    """Return whether values are numbers, times, strings or bytes, which are converted batch by batch."""
     import pyarrow as pa
 
     texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary_view)

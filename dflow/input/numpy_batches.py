@@ -19,7 +19,7 @@ from dflow.tracing.element_arrays import as_array
 from dflow.tracing.errors import InputError
 from dflow.tracing.source import caller
 
-#: Each batch has categories of its own, so codes of two batches would differ.
+#: Each batch has different categories, so one code would mean different names in two batches.
 _OPTIONS = ColumnOptions(categories=NAMES)
 
 

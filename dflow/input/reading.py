@@ -116,7 +116,7 @@ def read(
         files = [_file(path, format, options) for path in _files(paths)]
     if types and (typed := next((file for file in files if file.name != "CSV"), None)) is not None:
         raise InputError(
-            f"read: types: expected files of CSV, got {typed.path} of {typed.name}, which has types of its own",
+            f"read: types: expected files of CSV, got {typed.path} of {typed.name}, which declares its types",
             "leave it out, and convert the column in the step",
         )
     return FileRows(files, options, parts, bad_records == "skip")

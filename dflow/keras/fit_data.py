@@ -43,7 +43,7 @@ class FitBatches:
     take      returns the batch of a number; raises IndexError after the last one
     per_pass  number of batches of a pass over the data; None if it is unknown or there is no end
     finish    called with the number of passes, when a training has ended
-    items     the `keras.utils.PyDataset` that the batches are of, whose methods are told of epochs
+    items     the `keras.utils.PyDataset` of the batches, whose `on_epoch_begin` and `on_epoch_end` are called
     """
 
     take: Callable[[int], Any]
@@ -173,7 +173,7 @@ def _of_items(adapter: Any, shuffle: bool | str, agree: Agree, skipped: int) -> 
 
 
 class _NumpyState:
-    """The state of NumPy's generator of the process, from which Keras shuffles arrays."""
+    """The state of the process's NumPy generator, which Keras uses to shuffle arrays."""
 
     def __init__(self) -> None:
         self.drawn, self.of_process = np.random.RandomState(), np.random
@@ -189,7 +189,7 @@ class _NumpyState:
 
 
 class _PythonState:
-    """The state of Python's generator of the process, from which Keras shuffles a PyDataset."""
+    """The state of the process's Python generator, which Keras uses to shuffle a PyDataset."""
 
     def __init__(self) -> None:
         self.drawn, self.of_process = random.Random(), random
@@ -204,7 +204,7 @@ class _PythonState:
 
 
 class _Orders:
-    """The orders of the passes, equal on all workers: those that Keras would draw, and any of them at any time."""
+    """The orders that Keras would draw for the passes, equal on all workers. Any pass may be asked for at any time."""
 
     def __init__(self, kind: Any, draw: Callable[[Any], Any], agree: Agree, skipped: int) -> None:
         self._kind, self._draw, self._skipped = kind, draw, skipped

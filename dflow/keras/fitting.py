@@ -38,7 +38,7 @@ from dflow.trainer.callbacks import Callback
 from dflow.trainer.own_evaluation import OwnEvaluation
 from dflow.trainer.trainer import Trainer
 
-#: Methods of a Keras model by which callbacks read or write files.
+#: Methods of a Keras model that callbacks use to read or write files.
 _FILES = ("save", "save_weights", "load_weights", "export")
 #: Methods of callbacks that are called for each batch of a training.
 _BATCH_CALLS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -132,7 +132,7 @@ class Fit(Callback):
         if verbose == "auto":  # as under TensorFlow's ParameterServerStrategy
             verbose = 1 if self._plan.strategy.cluster.is_standalone else 2
         is_chief, own = self._words.is_chief, getattr(given, "callbacks", given)
-        # After those that add to the logs, as ReduceLROnPlateau does.
+        # After the callbacks that add to the logs, such as ReduceLROnPlateau.
         last = keras.callbacks.LambdaCallback(on_epoch_end=self._note_logs)
         return keras.callbacks.CallbackList(
             [*(keras.tree.flatten(own) if own else ()), last] if is_chief else None,
@@ -170,7 +170,7 @@ class Fit(Callback):
         return (np.int32(plan.row + self._first + epoch), weight, *part)
 
     def on_step(self, steps: int, outcome: Any) -> str | None:
-        """Call the callbacks of batches of worker 0, with the metrics of its own steps of the epoch."""
+        """Call worker 0's callbacks of batches, with the metrics of worker 0's steps of the epoch."""
         self._values.stale()
         if not self._calls_batches:
             return None

@@ -69,7 +69,7 @@ class LiveValues:
 
     @contextmanager
     def shown(self, instead: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """Have callbacks find the live values in the Keras model, and these methods in place of its own."""
+        """Show callbacks a Keras model with the live values and with these methods in place of the model's."""
         own = type(self._model).jax_state_sync
 
         def sync() -> None:
@@ -85,7 +85,7 @@ class LiveValues:
 
 @contextmanager
 def replaced(model: Any, instead: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which a Keras model has these methods in place of those of its class."""
+    """Replace methods of a Keras model's class by these methods, within the context."""
     attributes = vars(model)
     before = {name: attributes[name] for name in instead if name in attributes}
     attributes.update(instead)

@@ -59,7 +59,7 @@ class MetricStates:
     def of(cls, model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any) -> MetricStates:
         """Return the states of a model, whose metrics are built for such a batch.
 
-        Raises TrainingError for a state to which a second batch does not add what the first has added.
+        Raises TrainingError for a state that is no sum: a second batch does not add what the first one has added.
         """
         model.compute_loss(x, y, outputs, sample_weight)
         model.compute_metrics(x, y, outputs, sample_weight)
@@ -139,8 +139,8 @@ class MetricStates:
         for variable, start, one, two in zip(self.model.metrics_variables, self.start, once, twice, strict=True):
             if not np.allclose(two - one, one - start, rtol=1e-3, atol=1e-5, equal_nan=True):
                 raise TrainingError(
-                    f"metric variable {variable.path!r}: expected a state to which each batch adds, got one that a "
-                    "second batch changes otherwise, which has no sum over workers",
+                    f"metric variable {variable.path!r}: expected a sum over batches, got a state that a second "
+                    "batch changes otherwise, which cannot be added over workers",
                     "use a metric of sums and counts, such as keras.metrics.Mean of each batch's value, or leave it "
                     "out of compile",
                 )

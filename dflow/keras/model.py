@@ -106,7 +106,7 @@ class Model:
             raise unfit_tables(self.tables, None)
         self._states: MetricStates | None = None
         self._totals: MetricTotals | None = None
-        # A function of its own, since `evaluate` keeps the programs of a function.
+        # A function for each model, since `evaluate` keeps the programs of a function.
         self._test_step = lambda x, y=None, sample_weight=None: self._test(x, y, sample_weight)
         if self._trained:
             if not model.optimizer.built:

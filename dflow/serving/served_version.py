@@ -175,7 +175,7 @@ class ServedVersion:
     def _reader(
         self, path: Path, tables: Cluster | TrainingJob
     ) -> tuple[list[TableShard], TaskRows, dict[str, Variable]]:
-        """Return the tables of the functions, a reader of their rows, and the variables of those that are here."""
+        """Return the tables of the functions, a reader of their rows, and the variables of the tables that are here."""
         variables, manifest = self._loaded.variables, self._loaded._manifest
         shards = shards_of(path, manifest, of_ids=isinstance(tables, TrainingJob))
         away = tables_of(manifest)

@@ -22,7 +22,7 @@ from dflow.tracing.source import caller
 class ColumnStatistics(msgspec.Struct):
     """Statistics of one column; those of a column of arrays have the shape of one row, from the fourth line on.
 
-    `rows`       number of rows, with those that miss their value
+    `rows`       number of rows, the rows without a value included
     `kind`       "number", "time", "string" or "bytes"
     `sample`     largest number of values that are kept for quantiles: up to it they are exact
     `distinct`   largest number of distinct values that are counted: up to it the counts are exact
@@ -30,7 +30,7 @@ class ColumnStatistics(msgspec.Struct):
     `mean`       None for strings and times
     `minimum`    None for strings, and without values
     `maximum`    as `minimum`
-    `count_error`  the most by which a count of the vocabulary is too low
+    `count_error`  bound on the error of a count of the vocabulary, which is never too high
     """
 
     rows: int = 0
@@ -44,7 +44,7 @@ class ColumnStatistics(msgspec.Struct):
     minimum: Any = None
     maximum: Any = None
     count_error: int = 0
-    #: The values of the sample, one row each, and the places by which they were chosen.
+    #: The values of the sample, one row each, and the places that decided which rows are in the sample.
     values: Any = None
     places: Any = None
     counts: Counter[Any] = msgspec.field(default_factory=Counter)

@@ -238,7 +238,7 @@ class _Measurement:
         return list(self._columns)
 
     def named(self) -> dict[str, ColumnStatistics]:
-        """Return the statistics so far, by the position of the column."""
+        """Return the statistics of the rows that were added, by the position of the column."""
         for column in self._columns.values():
             column.finish()
         return {str(position): column for position, column in enumerate(self._columns.values())}

@@ -37,7 +37,7 @@ class Alone:
     is_together = False
     #: Whether worker 0 saves for the other workers.
     is_shared = False
-    #: Whether the process has variables of its own.
+    #: Whether variables that are saved live in this process.
     has_own = True
 
     def next_step(self) -> int | None:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TypeVar
 
 Made = TypeVar("Made")
-#: What is written to the pipe beside the numbers of signals: by a fault, and by the end of `until_done`.
+#: Bytes in the pipe that are no numbers of signals: one for a fault, one for the end of `until_done`.
 _BY_ITSELF, _DONE = 0, 255
 
 

@@ -34,8 +34,8 @@ class RowsRead(Message, frozen=True):
 class ReadRows(Request[RowsRead], frozen=True):
     """Read rows, all between the same two steps of the task.
 
-    The payload has an array for each read: numbers of rows, of which one past an end has the row at that end, or ids,
-    u32[n, 2]. An id without a row has the one that its bucket shares, and gets none.
+    The payload has an array for each read: numbers of rows, or ids, u32[n, 2]. A number past an end reads the row at
+    that end. An id without a row reads the row that its bucket shares, and is given no row.
     """
 
     is_open = True

@@ -42,7 +42,7 @@ _run_counts: Counter[tuple[Hashable, str]] = Counter()
 class StrategyRun:
     """One run of a strategy in this process: its name, and the arguments of `Strategy.run`.
 
-    guard   holds SIGTERM back within the context `guarded_step()`, in which each step is called
+    guard   holds SIGTERM back within the context `guarded_step()`; each step is called in such a context
     opened  `is_at_end` of it is set before the result of the last step is yielded, if the last step is known
     """
 

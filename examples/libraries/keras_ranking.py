@@ -3,7 +3,7 @@
     python examples/libraries/keras_ranking.py --save ranking.keras
     dflow launch --ps 2 --workers 2 --restart on-failure examples/libraries/keras_ranking.py --save ranking.keras
 
-Ratings are drawn in the shape of MovieLens 100K: 943 users rate 1,682 films, few of which have most of the ratings.
+Ratings are drawn in the shape of MovieLens 100K: 943 users rate 1,682 films, and a few films have most of the ratings.
 An embedding of the user and one of the film go through dense layers, which predict the rating. Whether a film is liked
 (a rating of 4 or more) is a second output, with an AUC.
 """

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dflow.tracing.errors import CheckpointError
 from dflow.tracing.ir.types import ArrayType
 
-#: The orders in which an array's dimensions are compared with a variable's first: of a convolution's kernel, and of its
-#: kernel over time, from PyTorch's to JAX's.
+#: Orders of dimensions that are tried before all others: they convert kernels of convolutions over images, and of
+#: convolutions over time, from PyTorch's layout to JAX's.
 _FIRST_ORDERS = ((2, 3, 1, 0), (2, 1, 0))
 #: Most names that are compared letter by letter.
 _FEW = 200

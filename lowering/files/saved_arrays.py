@@ -65,7 +65,7 @@ class SavedArrays(ABC):
 
 @dataclass(frozen=True)
 class TransposedArrays(SavedArrays):
-    """Saved arrays, some of which are transposed as `order` says."""
+    """Saved arrays, with the arrays named in `_order` transposed to that order of dimensions."""
 
     _stored: SavedArrays
     _order: Mapping[str, tuple[int, ...]]

@@ -39,7 +39,7 @@ from dflow.tracing.state.resources import Variable
 class LookupPrograms:
     """The bytes of the programs, and the table of each lookup in order.
 
-    asked    None without a vocabulary, or if the ids cannot be told from the rest of the program
+    asked    None without a vocabulary, or if the ids cannot be separated from the rest of the program
     """
 
     tables: Sequence[Variable]

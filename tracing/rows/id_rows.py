@@ -39,7 +39,7 @@ class IdRows(msgspec.Struct, frozen=True):
         return self.ids, self.born, self.ledger, *([self.seen] if self.settings[3] else [])
 
     def has(self, ids: npt.NDArray[np.uint32], row_count: int) -> npt.NDArray[np.bool_]:
-        """Return whether ids, u32[n, 2], have their buckets in this shard of so many rows."""
+        """Return whether ids, u32[n, 2], have their buckets in this shard of `row_count` rows."""
         bucket = self._buckets(ids)
         return (bucket >= 0) & (bucket < row_count // (self.settings[2] + 1))
 

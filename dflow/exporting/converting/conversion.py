@@ -116,7 +116,7 @@ def convert(
 
 
 def _runner(format: Format, path: Path, function: NumericFunction) -> Run:
-    """Return what runs a model, whose own errors it turns into ExportErrors."""
+    """Return a function that runs a model, and raises ExportError for errors of the model's library."""
     model: list[Run] = []
 
     def run(arrays: Sequence[Any]) -> list[Any]:

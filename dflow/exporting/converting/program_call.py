@@ -1,8 +1,8 @@
 """A program of an export as calls of `jax.lax`, one for each op of its StableHLO.
 
-Why: packages that convert functions of JAX trace them, and find one opaque call in an exported program. What they
-trace here are the primitives of JAX that the program was lowered from, at the sizes of the arguments, which may be
-open. Invariant: the results are those of the program.
+Why: packages that convert functions of JAX trace them, and find one opaque call in an exported program. Here they
+trace the primitives of JAX that the program was lowered from, at the sizes of the arguments, which may be open.
+Invariant: the results are those of the program.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Values = Sequence[Any]
 class ProgramCall:
     """A program that is called as `jax.lax` ops, with its flat arguments; it gives its flat results.
 
-    `places` has, for each op that was called, what it is and the user's line of it; the name of the scope in which its
-    primitives were traced ends with its number in this list.
+    `places` has a description and the user's line of each op that was called. An op's primitives are traced in a scope
+    whose name ends with the op's number in this list.
     """
 
     def __init__(self, program: jax.export.Exported, rules: Mapping[str, Rule] = RULES) -> None:

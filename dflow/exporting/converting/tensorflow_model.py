@@ -1,7 +1,7 @@
 """A function of an export as a SavedModel of TensorFlow or a model of LiteRT, by TensorFlow, and run by either.
 
-A SavedModel holds the program itself, which TensorFlow compiles by XLA. LiteRT has ops of its own: its converter makes
-them of the program at fixed sizes.
+A SavedModel holds the program itself, which TensorFlow compiles by XLA. LiteRT has other ops: its converter makes them
+of the program at fixed sizes.
 """
 
 from __future__ import annotations

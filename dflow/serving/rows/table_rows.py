@@ -90,7 +90,7 @@ class TableRows:
 
     @contextmanager
     def held_still(self) -> Iterator[None]:
-        """Return a context in which a row that was read once stays as it is, though training may change it."""
+        """Within the context, keep each row as it was first read, though training may change it."""
         before, self._caches = self._caches, self._new_caches(_MOST_STILL, float("inf"))
         try:
             yield
@@ -125,7 +125,7 @@ class TableRows:
         return [found[lookup] for lookup in range(len(names))]
 
     def _rows(self, wanted: Mapping[str, _Wanted]) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows of what is wanted, by variable."""
+        """Return the rows that the lookups need, by variable."""
         caches, now, changes = self._caches, self._clock(), self._now_valid()
         found, missing = {}, {}
         for name, one in wanted.items():

@@ -1,7 +1,7 @@
 """Rows of tables asked of the tasks that hold them, by messages that are no steps of the cluster.
 
 Why no steps: a step waits for a dead task as long as training would, and training would wait for a slow server. A read
-is one request to each task, over connections of its own.
+is one request to each task, over separate connections.
 
 Invariants:
 - a task that refuses connections is tried once in `RETRY_S`; requests meanwhile fail immediately, with its name;
@@ -142,7 +142,7 @@ class _Link:
         self._transport, self._name, self._whole_name = transport, name, location.task
         self._task = short_task_name(location.task)
         self.address, self.process = location.address, location.process
-        #: The newest number of returns to a snapshot that the task has told.
+        #: The newest number of returns to a snapshot that the task has reported.
         self.returns = 0
         self._dialling = threading.Lock()
         self._peer: Peer | None = None

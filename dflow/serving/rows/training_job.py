@@ -4,8 +4,8 @@ Why no task: the coordinator counts tasks. A member takes part in pauses of the 
 the job, so a slow server would delay them. This one asks the coordinator what `dflow status` asks, and the tasks for
 rows.
 
-Invariant: a thread of its own asks the coordinator, every `LOOK_S` and when a task does not answer. So a request waits
-for no coordinator, and one that is away does not matter while the tasks answer.
+Invariant: a background thread asks the coordinator, every `LOOK_S` and when a task does not answer. So no request waits
+for the coordinator, and requests are answered without a coordinator while the tasks answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A file that `torch.save` wrote, read by PyTorch itself, which runs no code of it (`weights_only=True`).
 
 The names are the keys of its dicts and the indices of its lists, joined by `/`; the names of a state dict have dots.
-What is no tensor, such as an epoch, is left out. The format has no checksums of values.
+Values that are no tensors, such as an epoch, are left out. The format has no checksums of values.
 """
 
 from __future__ import annotations

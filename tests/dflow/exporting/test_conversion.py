@@ -1,6 +1,6 @@
-"""`dflow convert`: models of ONNX, LiteRT and TensorFlow give dflow's results, or nothing is written and why is said.
+"""`dflow convert`: models of ONNX, LiteRT and TensorFlow give dflow's results, or an error and no file.
 
-The packages that convert are installed in environments of their own; elsewhere the whole conversions are skipped.
+The packages that convert are installed in separate environments; elsewhere the whole conversions are skipped.
 `make test-converters` runs them.
 """
 
@@ -29,9 +29,9 @@ in_each_format = pytest.mark.parametrize(
 )
 #: LiteRT's models have fixed sizes.
 SIZES = {"onnx": {}, "saved_model": {}, "litert": {"b": 2, "t": 5}}
-#: Functions with a sort or an indefinite product, for which jax2onnx asks for fixed sizes too.
+#: jax2onnx needs fixed sizes too for functions with a sort or an indefinite product.
 FIXED = {choices: {"b": 4}, numbers: {"b": 4}}
-#: What formats and their runtimes lack of what these functions need.
+#: Ops of these functions that a format or its runtime lacks.
 LACKS = {("litert", choices): "vhlo.sort", ("litert", "words"): "tfl.floor_mod", ("onnx", "words"): "ReduceMin"}
 
 

@@ -152,7 +152,7 @@ def test_a_function_needs_only_the_tasks_of_its_own_tables(tmp_path: Path) -> No
 
 def test_an_export_whose_lookups_are_left_out_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     table = dflow.Embedding(9, 2, name="left out")
-    monkeypatch.setattr(lookup_programs, "_zeros", lambda structs: 1 / 0)  # as JAX may fail, in ways of its own
+    monkeypatch.setattr(lookup_programs, "_zeros", lambda structs: 1 / 0)  # as JAX may fail, with any error
     monkeypatch.setattr(lookup_programs, "_needed_for_numbers", lambda *_: set())
     text = r"table is exported without the lookups of left out/0, .* JAX does not export them apart: division by zero"
     with pytest.warns(LookupsLeftOut, match=text):
