@@ -50,7 +50,7 @@ class BatchReader(TaskPart):
     """Answers the requests for batches that this task serves; thread-safe.
 
     Batches may be slow to read, so their requests have queues of their own: other requests of a worker do not wait for
-    them. A request for what is not served is refused immediately, and the worker asks again.
+    them. A request for batches that are not served is refused immediately, and the worker asks again.
     """
 
     requests: ClassVar[RequestTable[BatchReader]] = RequestTable()
