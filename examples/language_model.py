@@ -40,14 +40,11 @@ def read_sentences(vocabulary):
 
 
 def batches(sentences):
-    """Yield i32[BATCH, length + 1] of sentences of similar length, padded with END to one of LENGTHS."""
-    buckets = {length: [] for length in LENGTHS}
-    for sentence in sentences:
-        length = next(length for length in LENGTHS if len(sentence) < length)
-        buckets[length].append([END, *sentence] + [END] * (length - len(sentence)))
-        if len(buckets[length]) == BATCH:
-            yield np.array(buckets[length], np.int32)
-            buckets[length].clear()
+    """Return batches i32[BATCH, length + 1] of sentences of similar length, padded with END to one of LENGTHS."""
+    framed = (np.array([END, *sentence, END], np.int32) for sentence in sentences)
+    boundaries = [length + 1 for length in LENGTHS]
+    bucketed = dflow.data.bucket_by_sequence_length(framed, (), boundaries, BATCH, padding=END, drop_remainder=True)
+    return (words for words, _ in bucketed)
 
 
 def shuffled(sentences, seed):

@@ -35,9 +35,11 @@ _remade: weakref.WeakKeyDictionary[CodeType, Counter[Any]] = weakref.WeakKeyDict
 
 
 #: The type of an array: its dtype, the rows, and the other axes.
-_ROWS = re.compile(r"(\w+\[)([0-9]+)((?:,[0-9,]*)?\])")
+_ROWS = re.compile(r"(~?\w+\[)([0-9]+)((?:,[0-9,]*)?\])")
+#: A change of the type of an array.
+_OF_ARRAY = re.compile(r".*: ~?\w+\[[0-9,]*\] -> ~?\w+\[[0-9,]*\]")
 #: The end of a change to an array of two axes or more: its first two sizes.
-_NEW_SIZES = re.compile(r"-> \w+\[([0-9]+),([0-9]+)[^ ]*$")
+_NEW_SIZES = re.compile(r"-> ~?\w+\[([0-9]+),([0-9]+)[^ ]*$")
 #: The first two sizes of arrays in batches of sequences that are padded to a few lengths: no warning is given for them.
 _expected: set[tuple[int, int]] = set()
 LOGGER = logging.getLogger("dflow")
@@ -48,7 +50,10 @@ class RetraceWarning(UserWarning):
 
 
 def expect_sizes(rows: int, lengths: Sequence[int]) -> None:
-    """Suppress warnings for traces whose changed arguments are arrays of `rows` rows and one of these lengths."""
+    """Suppress warnings for traces whose changed arguments are arrays of `rows` rows and one of these lengths.
+
+    The rows of several workers together, as in `AllReduce`, are expected too.
+    """
     _expected.update((rows, int(length)) for length in lengths)
 
 
@@ -157,14 +162,11 @@ class TraceLog:
         if _needs_no_warning(record):
             return
         self._has_told_short = True
-        are_rows = all(map(_is_of_rows, record.changes))
         first, more = record.changes[0], len(record.changes) - 1
-        rows = "give all batches one number of rows: dflow.data.batches(..., pad=True or drop_remainder=True)"
-        types = "give all batches one type, and pad sequences to a few lengths: dflow.data.bucket_by_sequence_length"
         warn_at(
             record.call,
             f"{self.name} is traced and compiled again during a run, because of {first}"
-            f"{f' and {more} more' if more else ''} (called at {record.call})\n  {rows if are_rows else types}",
+            f"{f' and {more} more' if more else ''} (called at {record.call})\n  {_remedy(record.changes)}",
             RetraceWarning,
         )
 
@@ -217,8 +219,23 @@ def _is_same(record: TraceRecord) -> bool:
 
 def _needs_no_warning(record: TraceRecord) -> bool:
     """Whether no argument has caused the trace, or one that is padded to one of a few lengths."""
-    sizes = [_NEW_SIZES.search(change) for change in record.changes]
-    return _is_same(record) or all(found and (int(found[1]), int(found[2])) in _expected for found in sizes)
+    return _is_same(record) or all(map(_is_expected, record.changes))
+
+
+def _is_expected(change: str) -> bool:
+    found = _NEW_SIZES.search(change)
+    return found is not None and any(
+        int(found[2]) == length and int(found[1]) % rows == 0 for rows, length in _expected.copy()
+    )
+
+
+def _remedy(changes: Sequence[str]) -> str:
+    """Return the remedy for a trace during a run."""
+    if all(map(_is_of_rows, changes)):
+        return "give all batches one number of rows: dflow.data.batches(..., pad=True or drop_remainder=True)"
+    if all(map(_OF_ARRAY.fullmatch, changes)):
+        return "give all batches one type, and pad sequences to a few lengths: dflow.data.bucket_by_sequence_length"
+    return "pass what changes during a run as an array, and in all steps the same arguments"
 
 
 def _is_of_rows(change: str) -> bool:

@@ -23,6 +23,7 @@ from dflow.distributed.collectives.collectives import Collectives
 from dflow.distributed.collectives.process_mesh import ProcessMesh
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.training.batch_supply import END, BatchSupply, with_ids_of
+from dflow.distributed.training.run_steps import in_step
 from dflow.distributed.training.step_report import StepProgress
 from dflow.distributed.training.strategy import StepResult, Strategy, StrategyRun, arguments_of
 from dflow.tracing.errors import DflowError, StrategyError
@@ -144,7 +145,8 @@ class AllReduce(Strategy):
         try:
             for number, batch in enumerate(self._batches(run), self._first):
                 with self._computing():
-                    outcome = call(number, batch)
+                    with in_step(number - self._first):
+                        outcome = call(number, batch)
                     progress.reached(number + 1)
                     progress.note(number, outcome)
                 run.opened.is_at_end = progress.is_over

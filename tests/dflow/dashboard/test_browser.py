@@ -25,6 +25,7 @@ def has(place: Any, text: str) -> None:
     place.filter(has_text=text).first.wait_for()
 
 
+@pytest.mark.filterwarnings("ignore:train_step is traced and compiled again during a run:dflow.RetraceWarning")
 def test_a_training_cluster_is_shown_from_its_first_step_to_a_death(new_page: Callable[..., Any]) -> None:
     ending = threading.Event()
     with memory_cluster(ps=1, workers=2) as memory:

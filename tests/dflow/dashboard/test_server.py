@@ -32,7 +32,10 @@ from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
 from tests.dflow.dashboard.http_client import Client, events_of
 from tests.distributed.waiting import until
 
-pytestmark = pytest.mark.once
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:train_step is traced and compiled again during a run:dflow.RetraceWarning"),
+]
 
 
 class Served(NamedTuple):

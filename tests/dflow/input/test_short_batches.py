@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.data import batches, bucket_by_sequence_length
+from dflow.distributed import AllReduce, Async, Hybrid, Sync
 from tests.effort import examples
 
 IDS = np.arange(7)
@@ -63,31 +64,50 @@ def test_a_masked_loss_is_that_of_the_rows_alone() -> None:
     assert jax.tree.all(jax.tree.map(lambda one, other: np.allclose(one, other, rtol=1e-6), padded, whole))
 
 
-def test_a_new_shape_in_a_run_is_told_once_with_the_remedy() -> None:
-    seen = dflow.Variable(jnp.zeros(()), name="seen")
+@pytest.mark.parametrize("strategy", [Async, Sync, AllReduce, Hybrid])
+def test_a_new_shape_in_a_run_is_told_once_with_the_remedy(strategy: Any) -> None:
+    seen = dflow.Variable(jnp.zeros(()), name=f"seen_{strategy.__name__}")
 
     @dflow.jit
     def step(batch: Any) -> None:
         seen.assign_add(batch["x"].sum())
 
     data = {"x": np.ones(10, np.float32)}
-    strategy = dflow.distributed.Async(dflow.connect())
+    run = strategy(dflow.connect()).run
     says = r"step is traced and compiled again during a run, because of batch/x: f32\[4\] -> f32\[2\](.|\n)*pad=True"
     with pytest.warns(dflow.RetraceWarning, match=says) as told:
-        list(strategy.run(step, batches(data, 4, epochs=2), steps=6))
+        list(run(step, batches(data, 4, epochs=2), steps=6))
     assert len(told) == 1
     step.clear_cache()
-    list(strategy.run(step, batches(data, 4, epochs=2, pad=True), steps=6))
+    list(run(step, batches(data, 4, epochs=2, pad=True), steps=6))
 
 
-def test_lengths_of_buckets_are_traced_without_a_warning() -> None:
+def test_other_changes_in_a_run_have_their_own_remedies() -> None:
+    step = dflow.jit(lambda x, scale: x * scale, static_argnames="scale")
+    run = Async(dflow.connect()).run
+    with pytest.warns(
+        dflow.RetraceWarning, match=r"because of scale: 1 -> 2 (.|\n)*  pass what changes (.*) as an array"
+    ):
+        list(run(step, lambda number: (1.0, 1 + number // 2), steps=4))
+    step = dflow.jit(lambda x: x)
+    with pytest.warns(dflow.RetraceWarning, match=r"because of x: ~i32\[3\] -> ~i32\[2\] (.|\n)*pad=True"):
+        list(run(step, lambda number: jnp.full(3 - number // 2, 1), steps=4))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_lengths_of_buckets_are_traced_without_a_warning(parts: int) -> None:
     @dflow.jit
     def step(batch: Any) -> Any:
         return batch["x"].sum()
 
     data = {"x": [np.ones(length, np.float32) for length in range(1, 15)], "y": np.arange(14)}
     made = bucket_by_sequence_length(data, "x", [2, 4, 6, 8, 10, 12, 14], 3)
-    run = dflow.distributed.Async(dflow.connect()).run(step, lambda number: made[number], steps=len(made))
+
+    def batch(number: int) -> Any:
+        """Return the batch of that many workers together."""
+        return jax.tree.map(lambda array: np.concatenate([array] * parts), made[number])
+
+    run = Async(dflow.connect()).run(step, batch, steps=len(made))
     assert len(list(run)) == 7 == len(step.trace_log())
 
 

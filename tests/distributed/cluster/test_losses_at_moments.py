@@ -133,6 +133,7 @@ def a_return(tasks: Tasks) -> None:
     until(lambda: tasks.worker.steps.epoch == 1)
 
 
+@pytest.mark.filterwarnings("ignore:step is traced and compiled again during a run:dflow.RetraceWarning")
 @pytest.mark.parametrize("overtaken_by", [a_snapshot, a_return])
 @pytest.mark.parametrize(("moment", "strategy"), [("first call", Sync), ("new trace", Async), ("registration", Sync)])
 def test_a_trace_and_a_compilation_hold_up_no_pause(
