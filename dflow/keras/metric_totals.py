@@ -140,7 +140,7 @@ class MetricStates:
             if not np.allclose(two - one, one - start, rtol=1e-3, atol=1e-5, equal_nan=True):
                 raise TrainingError(
                     f"metric variable {variable.path!r}: expected a sum over batches, got a state that a second "
-                    "batch changes otherwise, which cannot be added over workers",
+                    "batch changes otherwise, which has no sum over workers",
                     "use a metric of sums and counts, such as keras.metrics.Mean of each batch's value, or leave it "
                     "out of compile",
                 )
