@@ -7,6 +7,7 @@ variables, between two programs that write them; nothing is compiled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
@@ -19,6 +20,7 @@ from dflow.distributed.task.arrivals import Handled, RequestArrival, RequestTabl
 from dflow.distributed.task.row_read_messages import ReadRows, RowRead, RowsRead
 from dflow.distributed.task.task_part import TaskPart
 from dflow.distributed.task.task_server import TaskServer
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.lowering.state.store import MOST_LOOKS, has_view
 from dflow.lowering.values.computed import wait_until_computed
@@ -26,8 +28,11 @@ from dflow.lowering.values.kept_shardings import beside
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import TaskLost, VariableError, WireError
 from dflow.tracing.ir.updates import looked_up
+from dflow.tracing.rows.id_rows import IdRows
 
 Result = TypeVar("Result")
+#: Most memory that one message may ask for, in bytes.
+MOST_BYTES = Limits.max_payload_bytes
 #: Least number of rows that a program for values outside of the CPU's memory is compiled for.
 _LEAST_ROWS = 64
 
@@ -47,8 +52,9 @@ class RowReads(TaskPart):
         asked = decode_arrays(message.arrays, arrival.payload)
         if len(asked) != len(message.reads):
             raise WireError(f"{len(asked)} arrays came for {len(message.reads)} reads of rows")
-        for read, array in zip(message.reads, asked, strict=True):
-            self._check(read, array)
+        size_bytes = sum(self._checked(read, array) for read, array in zip(message.reads, asked, strict=True))
+        if size_bytes > MOST_BYTES:
+            raise WireError(f"reads of rows: expected at most {MOST_BYTES} bytes, got {size_bytes}")
         keys = [*dict.fromkeys(name for read in message.reads for name in _variables(read))]
 
         def rows(values: Sequence[jax.Array]) -> list[npt.NDArray[Any]]:
@@ -63,19 +69,36 @@ class RowReads(TaskPart):
         """See `TaskPart`."""
         self._returns = epoch
 
-    def _check(self, read: RowRead, asked: npt.NDArray[Any]) -> None:
+    def _checked(self, read: RowRead, asked: npt.NDArray[Any]) -> int:
+        """Check a read; return the memory that it needs, in bytes."""
         if missing := [name for name in _variables(read) if name not in self._store]:
             raise TaskLost(
                 f"{self._name} does not hold {missing[0]!r} now", "ask again when it has been made or restored"
             )
-        if (held := str(self._store.type(read.name))) != read.type:
+        held = self._store.type(read.name)
+        if str(held) != read.type:
             raise VariableError(
                 f"variable {read.name!r}: expected {read.type}, got {held} at {self._name}",
                 "export again from this job",
             )
         is_right = asked.dtype == np.uint32 and asked.shape[1:] == (2,) if read.id_rows else asked.ndim == 1
-        if not is_right or not np.issubdtype(asked.dtype, np.integer):
+        if not is_right or not np.issubdtype(asked.dtype, np.integer) or not held.shape:
             raise WireError(f"rows of {read.name!r} were asked for by {asked.dtype.name}{[*asked.shape]}")
+        row_bytes: int = math.prod(held.shape[1:]) * held.dtype.itemsize
+        return len(asked) * (row_bytes + (self._bucket_bytes(read.id_rows, held.shape[0]) if read.id_rows else 0))
+
+    def _bucket_bytes(self, found: IdRows, row_count: int) -> int:
+        """Check how ids have rows in a shard of so many; return the memory to look at a bucket, in bytes."""
+        own, rows = found.settings[2], (row_count,)
+        if found.buckets < 1 or not 0 < own < row_count:
+            raise WireError(
+                f"{self._name}: expected at least 1 bucket, of 1 to {row_count - 1} ids, got {found.buckets} of {own}"
+            )
+        for name, shape in zip(found.variables, ((row_count, 2), rows, None, rows), strict=False):
+            held = self._store.type(name).shape
+            if held != (shape or held[:1]):
+                raise WireError(f"variable {name!r} beside {row_count} rows: expected {shape or '(n,)'}, got {held}")
+        return own * 8 * (2 + len(found.variables))
 
     def _when_computed(self, keys: Sequence[str], do: Callable[[Sequence[jax.Array]], Result]) -> Result:
         """Return `do(values)`, called while no step writes them; waits for their computation outside of that."""

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from dflow.distributed.synchronous.round_messages import LeaveRounds, NextRound, ProposeRounds
+from dflow.distributed.task import row_reads
 from dflow.distributed.task.arrivals import Arrival
 from dflow.distributed.task.request_queues import MOST_OF_A_TASK
+from dflow.distributed.task.row_read_messages import ReadRows, RowRead
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.basic import Ok
+from dflow.distributed.wire.messages.basic import ArrayInfo, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, TaskState
 from dflow.distributed.wire.messages.plans import CancelStep, RegisterPlan, RunPlan
@@ -24,8 +26,16 @@ from dflow.distributed.wire.messages.variables import ForgetState, ReadVariables
 from dflow.tracing import errors
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.resource_op import ResourceOp
+from dflow.tracing.rows.id_rows import IdRows
 from tests.distributed.task.served_tasks import CLIENT, ONES, WORKER, Cluster, create, creation, read, roster
 from tests.distributed.transports import DEADLINE_S, Recorder, reach
+
+
+def row_read(name: str, bucket: int) -> ReadRows:
+    """A read of a row by an id of the variable "w", whose ids would be in `name`."""
+    rows = IdRows((0, 1, bucket, 0), buckets=1, first=0, ids=name, born=name, seen=name, ledger=name)
+    return ReadRows((RowRead("w", "f32[3]", rows),), (ArrayInfo("uint32", (1, 2)),))
+
 
 REFUSED: list[tuple[Message, Callable[[], bytes], type[Exception], str]] = [
     (ReadVariables(("v",)), bytes, errors.VariableError, "no variable 'v'"),
@@ -39,6 +49,9 @@ REFUSED: list[tuple[Message, Callable[[], bytes], type[Exception], str]] = [
         errors.TaskLost,
         "ps:0 was asked for plan 0, which is none of its 0: it has been started again since",
     ),
+    (row_read("w", 1 << 31), lambda: bytes(8), errors.WireError, "expected at least 1 bucket, of 1 to 2 ids"),
+    (row_read("w", 2), lambda: bytes(8), errors.WireError, r"beside 3 rows: expected \(3, 2\), got \(3,\)"),
+    (row_read("x", 2), lambda: bytes(8), errors.TaskLost, "ps:0 does not hold 'x' now"),
     (GetStatus(), bytes, errors.RemoteError, "a task does not answer GetStatus"),
 ]
 
@@ -51,6 +64,15 @@ def test_a_request_that_fails_says_why_and_the_task_goes_on(
     with pytest.raises(kind, match=text):
         cluster.ask(message, payload())
     assert read(cluster) == [1, 1, 1]
+
+
+def test_a_read_of_too_many_rows_is_refused_before_they_are_read(cluster: Cluster, monkeypatch: Any) -> None:
+    create(cluster)
+    message = ReadRows((RowRead("w", "f32[3]"),), (ArrayInfo("uint8", (100,)),))
+    cluster.ask(message, bytes(100))
+    monkeypatch.setattr(row_reads, "MOST_BYTES", 399)
+    with pytest.raises(errors.WireError, match="expected at most 399 bytes, got 400"):
+        cluster.ask(message, bytes(100))
 
 
 @pytest.mark.parametrize(
