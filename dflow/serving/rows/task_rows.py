@@ -102,7 +102,12 @@ class Location(NamedTuple):
 
 
 class TableLocations(ABC):
-    """The tasks that hold some tables."""
+    """The tasks that hold some tables.
+
+    is_lost  whether a task has lost rows of the tables, so that they must be loaded again
+    """
+
+    is_lost = False
 
     @abstractmethod
     def find(self, shard: TableShard) -> Location:
@@ -121,8 +126,6 @@ class TablesOfCluster(TableLocations):
 
     def __init__(self, cluster: Cluster, variables: Mapping[str, Variable]) -> None:
         self._cluster, self._variables = cluster, variables
-        #: Whether a task has lost rows of the tables, so that they must be loaded again.
-        self.is_lost = False
 
     def find(self, shard: TableShard) -> Location:
         """See `TableLocations`."""
@@ -251,6 +254,7 @@ class TaskRows:
             asked.link.close("no answer came")
             raise self._lost(asked.task, error) from error
         except (TaskLost, VariableError) as error:
+            self.locations.is_lost = True  # as the task was started again
             raise TaskLost(str(error)) from error
         if message.returns > asked.link.returns:
             with self._lock:

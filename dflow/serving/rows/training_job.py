@@ -33,7 +33,7 @@ from dflow.tracing.ir.types import ArrayType
 LOOK_S = 2.0
 #: Longest wait for a job that starts to make the tables of an export, and after that for one that lost them, in s.
 START_S, AGAIN_S = 60.0, 5.0
-#: Time between two looks in that wait, in s.
+#: Shortest time between two looks, in s.
 _AGAIN_S = 0.2
 #: Jobs whose tasks do not train.
 _NOT_TRAINING = frozenset({"ps", "server"})
@@ -174,6 +174,7 @@ class TrainingJob(TableLocations):
                 self._see(self._client.ask(GetStatus(), LOOK_S))
             except DflowError:
                 self._is_away = True
+            time.sleep(_AGAIN_S)  # each request that fails asks for a look
 
     def _see(self, status: Status) -> None:
         self._variables: Mapping[str, VariableInfo] = {info.name: info for info in status.variables}

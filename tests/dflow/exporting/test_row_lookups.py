@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.cluster.cluster import Cluster
+from dflow.distributed.task_role import start_task
 from dflow.exporting.task_tables import forget as free
 from dflow.lowering.programs import lookup_programs
 from dflow.lowering.programs.lookup_programs import LookupsLeftOut
@@ -119,15 +120,20 @@ def test_a_server_answers_with_tables_at_tasks(
     assert (float(found["oldest_seconds"]) > 0) == (cache_rows > 0)
 
 
-def test_a_server_loads_the_tables_of_a_task_that_has_left_again(path: Path) -> None:
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_server_loads_the_tables_of_a_task_that_has_left_again(is_started: bool, path: Path) -> None:
     with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
-        here = dflow.load(path, prefix="left/")
+        here = dflow.load(path, prefix=f"left {is_started}/")
         with served(path, ServingSettings(tables=worker)) as server:
             np.testing.assert_allclose(answer(server.url, ARGUMENTS), here(*ARGUMENTS), rtol=1e-6)
             cluster.tasks["ps:0"].close()
+            if is_started:
+                cluster.tasks["ps:0"] = start_task(
+                    cluster.network, "/job:ps/task:0", cluster.coordinator.address, address=""
+                )
             status, body, headers = infer(server.url, "m", request(*ARGUMENTS))
             assert (status, headers["retry-after"]) == (503, "1")
-            assert "ps:0 has left" in body["error"]
+            assert ("ps:0 does not hold" if is_started else "ps:0 has left") in body["error"]
             assert call(server.url, "/v2/repository/models/m/load", b"{}")[0] == 200
             np.testing.assert_allclose(answer(server.url, ARGUMENTS), here(*ARGUMENTS), rtol=1e-6)
 
