@@ -77,8 +77,10 @@ class Rounds:
     given: set[str] = field(default_factory=set)
     #: Workers that died since the opening, and may have given a gradient for it.
     lost: set[str] = field(default_factory=set)
-    #: Workers that left voluntarily, and have not come back.
+    #: Workers that left voluntarily, or died before the run was first opened, and have not come back.
     left: set[str] = field(default_factory=set)
+    #: Those of `left` that died: a run that is not elastic waits for their next processes.
+    died: set[str] = field(default_factory=set)
     #: Workers that have yet to get the error of the failed update.
     untold: set[str] = field(default_factory=set)
     #: By worker: its waiting request.
@@ -124,7 +126,7 @@ class Rounds:
             return []
         self.is_open = self.is_held = True
         self.is_elastic = is_elastic
-        self.workers |= {*workers} - self.left
+        self.workers |= {*workers} - (self.left if is_elastic else self.left - self.died)
         return [OpenRound(self.number), *self._enough()]
 
     def ready(self, request: int, worker: str, done: int) -> list[RoundCommand]:
@@ -146,6 +148,7 @@ class Rounds:
         self.workers.add(worker)
         self.taking_part.add(worker)
         self.left.discard(worker)
+        self.died.discard(worker)
         if done < self.number and worker not in self.given:
             return [*before, self._opening(request), *self._enough()]
         self.requests[worker] = request
@@ -184,6 +187,10 @@ class Rounds:
             self.lost |= {worker} & self.workers
         elif self.is_open and done is not None and done >= self.number:
             self.given.add(worker)
+        if done is not None:
+            self.died.discard(worker)
+        elif self.rounds is None and worker not in self.left:
+            self.died.add(worker)
         if self.rounds is None or (self.is_open and done is not None):
             # A worker that leaves because an update failed is expected back, so it is not added then.
             self.left.add(worker)

@@ -11,7 +11,6 @@ An opening is an attempt at a round: a round whose update fails is opened again,
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -91,7 +90,7 @@ class Sync(Strategy):
 
     def _rounds(self, part: RoundPart, run: StrategyRun) -> Iterator[Any]:
         progress, done = StepProgress(self.cluster, run.name, run.steps), -1
-        batches, failures = _RoundBatches(run.batches, self.cluster, run.steps), 0
+        batches, failures, has_failed = _RoundBatches(run.batches, self.cluster, run.steps), 0, False
         try:
             while batches.newest is not END:
                 state = self.cluster.steps
@@ -143,9 +142,14 @@ class Sync(Strategy):
                     if state.epoch != epoch:
                         failures = 0
                     done = -1
+        except GeneratorExit:  # the program has left the loop
+            raise
+        except BaseException:
+            has_failed = True
+            raise
         finally:
             # A worker that fails is waited for, where its part of a batch may not be left out.
-            if self.elastic or isinstance(sys.exception(), GeneratorExit | None):
+            if self.elastic or not has_failed:
                 part.leave(done)
             progress.report()
 

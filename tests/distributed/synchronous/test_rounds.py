@@ -244,3 +244,11 @@ def test_a_run_that_is_not_elastic_waits_for_the_next_process_of_a_worker_that_d
     assert last(run.began(B), run.ready(4, B, -1)) == [SendReply(4, RoundOpen(0, 0))]
     assert run.ready(5, B, 0) == []
     assert run.updated() == [OpenRound(1), SetEnough(2), SendReply(3, RoundOpen(1, 1)), SendReply(5, RoundOpen(1, 1))]
+
+
+def test_a_run_that_is_not_elastic_waits_for_a_worker_that_died_before_it_was_opened() -> None:
+    run = Rounds("run")
+    for worker in (A, B, C):
+        run.began(worker)
+    assert last(run.leave(B), run.leave(C, -1), run.leave(C)) == []
+    assert run.open(10, 3, (A, B, C), is_elastic=False) == [OpenRound(0), SetEnough(2)]

@@ -31,6 +31,17 @@ def test_a_worker_that_runs_out_of_data_leaves_the_others_their_rounds(workers: 
     assert together(workers, work) == [7, 0, 2]
 
 
+def test_a_worker_that_runs_out_of_data_leaves_also_within_the_handler_of_an_error(workers: list[Cluster]) -> None:
+    def work(index: int, cluster: Cluster) -> Any:
+        _, step = pair(cluster)
+        try:
+            raise ValueError
+        except ValueError:
+            return len(list(Sync(cluster, elastic=False).run(step, [1.0] * [3, 1, 3][index], steps=3, name="run")))
+
+    assert together(workers, work) == [3, 1, 3]
+
+
 def test_a_run_that_is_named_again_is_over_and_reported_as_done(
     workers: list[Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
