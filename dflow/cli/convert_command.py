@@ -42,7 +42,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="largest difference from dflow's results, in relation to the largest value (default: 0.001)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at the path")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file or SavedModel at the path")
 
 
 def _convert(options: argparse.Namespace) -> None:

@@ -84,7 +84,7 @@ def convert(
     sizes      numbers for open sizes, by letter; LiteRT needs all, the others leave the rest open
     inputs     arrays by the names of the inputs, to compare the results for; by default random ones
     tolerance  the largest difference from dflow's results, in relation to the largest value of an output
-    overwrite  whether to replace what is at `out`
+    overwrite  whether to replace the file or SavedModel at `out`
 
     The path appears complete or not at all. Raises ExportError for a function that the format cannot hold, naming the
     op and its line, for inputs that do not fit, and for results beyond the tolerance, and then writes nothing;
@@ -96,8 +96,7 @@ def convert(
         raise ExportError(
             f"sizes: expected letters of {numeric}, got {', '.join(unknown)}", "give the open sizes of its inputs"
         )
-    if out.exists() and not overwrite:
-        raise ExportError(f"{out} exists", "give another path, or --overwrite")
+    _check_free(out, overwrite)
     examples = _examples(numeric, sizes or {}, inputs, format.has_open_sizes)
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = out.with_name(f".{out.name}.{secrets.token_hex(8)}.writing")
@@ -113,6 +112,18 @@ def convert(
         shutil.rmtree(staging, ignore_errors=True)
         staging.unlink(missing_ok=True)
     return report
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    """Raise ExportError for a path that may not be replaced: any, or with `overwrite` a folder of something else."""
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise ExportError(f"{out} exists", "give another path, or --overwrite")
+    if out.is_dir() and (out.is_symlink() or not (out / "saved_model.pb").is_file()):
+        raise ExportError(
+            f"{out}: expected a file or a SavedModel to overwrite, got another folder", "give another path"
+        )
 
 
 def _runner(format: Format, path: Path, function: NumericFunction) -> Run:
@@ -174,7 +185,8 @@ def _differences(
         for name, expected, got in zip(found, function.results(arrays), run(arrays), strict=True):
             if np.shape(got) != expected.shape:
                 raise ExportError(f"{name}: expected the shape {expected.shape}, got {np.shape(got)}")
-            most, share = _apart(expected.astype(np.float64), np.asarray(got).astype(np.float64))
+            wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+            most, share = _apart(expected.astype(wide), np.asarray(got).astype(wide))
             found[name] = float(np.maximum(found[name][0], most)), float(np.maximum(found[name][1], share))
     return found
 

@@ -134,15 +134,23 @@ def test_sizes_and_inputs_that_do_not_fit_are_refused(tmp_path: Path, options: A
         convert(model, "onnx", tmp_path / "out", **options)
 
 
+def test_a_folder_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model", lambda x: x, "2")
+    with pytest.raises(dflow.ExportError, match=r"expected a file or a SavedModel to overwrite, got another folder"):
+        convert(model, "onnx", tmp_path / "model", overwrite=True)
+    dflow.load(tmp_path / "model", prefix="still there/")
+
+
+@pytest.mark.parametrize(("fn", "change"), [(jnp.log, lambda value: value + 1), (lambda x: x + 2j, np.conj)])
 def test_results_beyond_the_tolerance_are_an_error_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fn: Any, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = dflow.Variable(0, name="conversion/seen")
-    model = saved(tmp_path / "model", jnp.log, "b, 4")
+    model = saved(tmp_path / "model", fn, "b, 4")
     wrong = type(FORMATS["onnx"])(
         "it",
         lambda function, path, sizes: None,
-        lambda path, function: lambda arrays: [function.results(arrays)[0] + 1],
+        lambda path, function: lambda arrays: [change(function.results(arrays)[0])],
     )
     monkeypatch.setitem(FORMATS, "wrong", wrong)  # type: ignore[arg-type]
     with pytest.raises(
