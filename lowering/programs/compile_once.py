@@ -37,7 +37,8 @@ def _locks() -> Path | None:
     None also where JAX runs in several processes, which may need each other to compile.
     """
     config: Any = jax.config
-    if not config.jax_enable_compilation_cache or config.jax_persistent_cache_min_compile_time_secs > 0:
+    least = config.jax_persistent_cache_min_compile_time_secs, config.jax_persistent_cache_min_entry_size_bytes
+    if not config.jax_enable_compilation_cache or max(least) > 0:
         return None
     if jax.process_count() > 1:
         return None

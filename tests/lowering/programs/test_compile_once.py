@@ -63,6 +63,9 @@ def test_without_a_cache_there_is_no_lock(monkeypatch: pytest.MonkeyPatch) -> No
         for folder, is_kept in ((None, False), ("gs://bucket/folder", False), ("/folder", True)):
             jax.config.update("jax_compilation_cache_dir", folder)
             assert (compiling._locks() is not None) == is_kept
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 1)
+        assert compiling._locks() is None
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         assert compiling._locks() is None
     finally:
