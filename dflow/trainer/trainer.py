@@ -23,7 +23,7 @@ from dflow.distributed.process.termination import Terminated
 from dflow.distributed.training.batch_supply import END, BatchSupply
 from dflow.distributed.training.strategy import Strategy, run_name
 from dflow.distributed.training.work_messages import TrainingEvent, TrainingPlan
-from dflow.distributed.wire.messages.status import GetStatus
+from dflow.distributed.wire.messages.status import GetStatus, NotFinite
 from dflow.tracing.accepted_faults import NOT_FINITE, SHORT, is_accepted
 from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.devices.task_name import split_task_name, task_name
@@ -206,6 +206,8 @@ class _TrainingRun:
         self._late_reason = ""
         self._decisions = SharedDecisions(self._cluster, name, is_together=self._strategy.ends_together)
         self._metrics, self._found = dict[str, float](), dict[str, float]()
+        #: Whether all losses were finite, as far as the coordinator knew at the last save.
+        self._is_finite = True
         self._begun: list[tuple[int, int]] = []
         #: Whether the batches have ended before the steps were done, and the error that says so.
         self._has_ended = False
@@ -332,18 +334,28 @@ class _TrainingRun:
                 f"Trainer: run {self.name!r}: expected {self._total} steps, got {self._done}: {self._reason}",
                 f"give more, or ask for fewer steps; DFLOW_ACCEPT={SHORT} accepts it",
             ) from self._ended
-        found = [one for one in self._cluster.coordinator.ask(GetStatus(), AGREE_S).not_finite if self._is_own(one.run)]
+        found = self._not_finite()
         if found and not is_accepted(NOT_FINITE):
+            saved = self._checkpoints.checkpoints if self._checkpoints else ()
+            last = next((f", go on from {one.path}" for one in reversed(saved) if one.is_finite), "")
             step = int(found[0].run.rpartition(" ")[2].partition("-")[0]) + found[0].step
             raise TrainingError(
                 f"Trainer: run {self.name!r}: expected a finite {found[0].metric} at each step, got {found[0].value} "
                 f"first at step {step}",
                 f"look for NaN in the data and in the restored checkpoint, lower the learning rate, or clip the "
-                f"gradients; DFLOW_ACCEPT={NOT_FINITE} accepts it",
+                f"gradients{last}; DFLOW_ACCEPT={NOT_FINITE} accepts it",
             )
 
-    def _is_own(self, run: str) -> bool:
-        return run.rpartition(" ")[0] == self.name
+    def _not_finite(self) -> list[NotFinite]:
+        """Return the first losses of this run that are not finite."""
+        found = self._cluster.coordinator.ask(GetStatus(), AGREE_S).not_finite
+        return [one for one in found if one.run.rpartition(" ")[0] == self.name]
+
+    def _begin_save(self, manager: CheckpointManager, stop: int, metrics: Mapping[str, float]) -> None:
+        if Terminated.raised is None:  # else the coordinator may have been ended too
+            self._is_finite = not self._not_finite()
+        manager.save(stop - 1, metrics, extra=self._callback_state(), is_finite=self._is_finite)
+        self._tell_event("checkpoint", stop)
 
     @contextmanager
     def _saved_at_stop(self) -> Iterator[None]:
@@ -403,16 +415,14 @@ class _TrainingRun:
         if manager is None or manager.last_step >= stop - 1:
             return
         if not manager.is_shared:
-            manager.save(stop - 1, metrics, extra=self._callback_state())
-            self._tell_event("checkpoint", stop)
+            self._begin_save(manager, stop, metrics)
             return
         # The other workers begin no step until worker 0 has captured the state, or one of them was elected to go on
         # without a checkpoint, because it has left.
         saver, election = task_name(split_task_name(self._cluster.task)[0], 0), f"{self.name} saves {stop}"
         if self._cluster.task == saver:
             if self._cluster.elect(election):
-                manager.save(stop - 1, metrics, extra=self._callback_state())
-                self._tell_event("checkpoint", stop)
+                self._begin_save(manager, stop, metrics)
             return
         until = time.monotonic() + manager.timeout_s
         while manager.last_step < stop - 1 and self._cluster.steps.undone == self._undone:

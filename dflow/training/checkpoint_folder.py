@@ -46,6 +46,7 @@ class ManagerMetadata(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
     ran_s: float = 0.0
     extra: dict[str, float] = {}
+    is_finite: bool = True
 
 
 class CheckpointFolder:
@@ -88,7 +89,9 @@ class CheckpointFolder:
         except msgspec.ValidationError:  # `dflow.save` wrote it
             time_s = os.stat(path / MANIFEST).st_mtime if isinstance(path, Path) else math.nan
             return Checkpoint(step, path, time_s, {}, is_managed=False)
-        return Checkpoint(step, path, about.time_s, about.metrics, about.ran_s, extra=about.extra)
+        return Checkpoint(
+            step, path, about.time_s, about.metrics, about.ran_s, extra=about.extra, is_finite=about.is_finite
+        )
 
     def lock(self) -> None:
         """Lock the folder, made if needed, and remove what a process that ended has left.

@@ -158,19 +158,25 @@ class CheckpointManager:
         return is_due
 
     def save(
-        self, step: int, metrics: Mapping[str, Any] | None = None, *, extra: Mapping[str, float] | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        extra: Mapping[str, float] | None = None,
+        is_finite: bool = True,
     ) -> None:
         """Save the values of this moment as the checkpoint of `step`, beside training.
 
-        metrics  numbers by name, stored with the checkpoint, for `best`
-        extra    further numbers by name, stored with the checkpoint
+        metrics    numbers by name, stored with the checkpoint, for `best`
+        extra      further numbers by name, stored with the checkpoint
+        is_finite  whether all losses of the run were finite until now; the newest such checkpoint is not deleted
 
         Waits until an earlier save ends. Raises CheckpointError if that has failed, or for a step that is not after the
         last one.
         """
         self.wait()
         if self._role.is_saver or self._role.is_together:
-            self._begin(step, metrics, extra)
+            self._begin(step, metrics, extra, is_finite=is_finite)
 
     def passed(self, step: int) -> None:
         """Note that `step`, which was saved before the tasks returned to a snapshot, is done again."""
@@ -218,13 +224,20 @@ class CheckpointManager:
             raise
         return found
 
-    def _begin(self, step: int, metrics: Mapping[str, Any] | None, extra: Mapping[str, float] | None = None) -> None:
+    def _begin(
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        extra: Mapping[str, float] | None = None,
+        *,
+        is_finite: bool = True,
+    ) -> None:
         """Capture the values, and start the thread that writes them."""
         number = self._checked_step(step)
         began_s = time.monotonic()
         ran_s = self._ran_s + began_s - self._started_s
         numbers = {name: float(number) for name, number in (extra or {}).items()}  # NumPy's too
-        about = ManagerMetadata(time.time(), self._checked_metrics(metrics), ran_s, numbers)
+        about = ManagerMetadata(time.time(), self._checked_metrics(metrics), ran_s, numbers, is_finite)
         metadata = {"manager": msgspec.to_builtins(about)}
         with ExitStack() as stack:
             channel, what = f"the saves in {self._folder.path}", f"the save of {self._folder.location(number)}"

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay: the newest, the best, and one per period for good.
+"""Which checkpoints of a folder stay: the newest, the best, one per period for good, and the newest without a NaN.
 
 Invariants: the newest checkpoint stays; and deleting after each save leaves the same checkpoints as one deletion after
 all saves would. The decisions are pure functions of steps, times of the runs and metrics.
@@ -27,6 +27,7 @@ class Checkpoint:
     ran_s       time that the runs of its folder took until then, in s
     is_managed  whether a manager wrote it; only such a checkpoint may be deleted
     extra       the further numbers given with it
+    is_finite   whether all losses of its run were finite until then, as far as the manager was told
     """
 
     step: int
@@ -36,6 +37,7 @@ class Checkpoint:
     ran_s: float = 0.0
     is_managed: bool = True
     extra: Mapping[str, float] = field(default_factory=dict)
+    is_finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,12 @@ def deleted(
 ) -> list[Checkpoint]:
     """Return the managed checkpoints that no rule retains, oldest first. Others do not count.
 
-    The rules are the newest `keep`, the best, and for good the first of each `period`. Each rule retains its own.
+    The rules are the newest `keep`, the newest with finite losses, the best, and for good the first of each `period`.
+    Each rule retains its own.
     """
     ordered = sorted((one for one in checkpoints if one.is_managed), key=lambda one: one.step)
     retained = {one.step for one in ordered[-keep:]}
+    retained.update(one.step for one in [one for one in ordered if one.is_finite][-1:])
     retained.update(one.step for one in (best.of(ordered) if best else ()))
     due_s = -math.inf
     for one in ordered:

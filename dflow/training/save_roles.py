@@ -73,7 +73,7 @@ class OnTasks(Alone):
 
     is_shared = True
 
-    def __init__(self, near: Variable, folder: Location, *, is_saver: bool, has_own: bool) -> None:
+    def __init__(self, near: Variable, folder: Location, *, is_saver: bool, has_own: bool = False) -> None:
         self._folder, self.is_saver, self.has_own = folder, is_saver, has_own
         # In an empty context: the user's scopes and containers are for the user's variables.
         self._next: Variable = contextvars.Context().run(

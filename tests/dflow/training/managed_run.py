@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ class Run:
 def saved(manager: dflow.CheckpointManager, run: Run, step: int, **metrics: float) -> None:
     """Save the state after `step`, and wait for it."""
     run.set(step)
-    manager.save(step, metrics)
+    manager.save(step, metrics, is_finite=not any(map(math.isnan, metrics.values())))
     manager.wait()
 
 

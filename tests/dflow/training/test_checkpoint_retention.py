@@ -40,6 +40,7 @@ saves = st.tuples(
 def expected(history: Sequence[Checkpoint], rules: dict[str, Any]) -> list[int]:
     """Return the steps that remain of all that were ever saved."""
     retained = {one.step for one in history[-rules["keep"] :]}
+    retained.update(one.step for one in [one for one in history if one.is_finite][-1:])
     if rules["best"] is not None:
         _, count, extreme = rules["best"]
         left = [one for one in history if not math.isnan(one.metrics.get("loss", math.nan))]
@@ -62,7 +63,9 @@ def in_turn(made: Sequence[tuple[int, float, float | None]]) -> list[Checkpoint]
     step, ran_s, history = -1, 0.0, []
     for steps, seconds, loss in made:
         step, ran_s = step + steps, ran_s + seconds
-        history.append(Checkpoint(step, Path(str(step)), 0.0, {} if loss is None else {"loss": loss}, ran_s))
+        is_finite = loss is None or not math.isnan(loss)
+        metrics = {} if loss is None else {"loss": loss}
+        history.append(Checkpoint(step, Path(str(step)), 0.0, metrics, ran_s, is_finite=is_finite))
     return history
 
 
