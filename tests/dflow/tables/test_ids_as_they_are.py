@@ -220,6 +220,7 @@ def test_a_queue_holds_the_ids_of_strings() -> None:
         numbers.enqueue(["a", "b"])
 
 
+@pytest.mark.filterwarnings("ignore:step is traced and compiled again during a run:dflow.RetraceWarning")
 def test_evaluations_and_all_reduce_take_ids_as_they_are() -> None:
     program = Program(nullcontext(), "users")
     batches = [{"user": FORMS[form](users_of(0))} for form in ("list", "strings", "arrow", "int64")]
