@@ -307,7 +307,9 @@ def _files(paths: Any) -> Iterator[str]:
                 [given] if os.path.isfile(given) else sorted(filter(os.path.isfile, glob.glob(given, recursive=True)))
             )
         if not found:
-            raise InputError(f"read: expected a file or folder with files, got {given!r} without", "give another path")
+            raise InputError(
+                f"read: expected a file or folder with files, got {given!r}, which matches none", "give another path"
+            )
         yield from found
 
 
