@@ -84,7 +84,7 @@ def test_a_trainer_saves_the_steps_that_are_done(tmp_path: Path) -> None:
 def test_a_last_checkpoint_that_fails_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: CheckpointManager, *given: Any) -> None:
+    def refuse(self: CheckpointManager, *given: Any, **options: Any) -> None:
         raise CheckpointError("no room")
 
     def end() -> None:
