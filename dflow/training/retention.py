@@ -27,7 +27,7 @@ class Checkpoint:
     ran_s       time that the runs of its folder took until then, in s
     is_managed  whether a manager wrote it; only such a checkpoint may be deleted
     extra       the further numbers given with it
-    is_finite   whether all losses of its run were finite until then, as far as the manager was told
+    is_finite   whether all losses of its run were finite until then, as `save` was given it
     """
 
     step: int

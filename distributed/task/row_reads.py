@@ -88,7 +88,7 @@ class RowReads(TaskPart):
         return len(asked) * (row_bytes + (self._bucket_bytes(read.id_rows, held.shape[0]) if read.id_rows else 0))
 
     def _bucket_bytes(self, found: IdRows, row_count: int) -> int:
-        """Check how ids have rows in a shard of so many; return the memory to look at a bucket, in bytes."""
+        """Check how ids have rows in a shard of `row_count` rows; return the memory to look at a bucket, in bytes."""
         own, rows = found.settings[2], (row_count,)
         if found.buckets < 1 or not 0 < own < row_count:
             raise WireError(
