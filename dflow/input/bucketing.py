@@ -7,6 +7,7 @@ batches of rows or of a sequence are determined by the seed and the epoch, so a 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -270,14 +271,15 @@ class BucketedBatches:
         return self.finished(self._rows.batch(rows, bucket), self._rows.lengths[rows])
 
 
-class _BucketRows:
+class _BucketRows(ABC):
     """Rows of columns or elements of a sequence, with the length of each."""
 
     lengths: Any
     categories: Mapping[Any, Any]
 
+    @abstractmethod
     def batch(self, rows: Any, bucket: int) -> Any:
-        raise NotImplementedError
+        """Return these rows as a batch, with sequences padded to the boundary of the bucket."""
 
     def check(self, batches: BucketedBatches) -> None:
         for number in np.flatnonzero(self.lengths > batches.boundaries[-1])[:1]:

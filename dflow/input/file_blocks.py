@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ class ReadOptions:
     loc: Loc | None = None
 
 
-class FileBlocks:
+class FileBlocks(ABC):
     """One file as blocks of rows: the base of the formats. Thread-safe.
 
     `name` is that of the format, for messages.
@@ -78,9 +79,9 @@ class FileBlocks:
     def __init__(self, path: str, options: ReadOptions) -> None:
         self.path, self.options = path, options
 
+    @abstractmethod
     def types(self) -> dict[str, str]:
         """Return the types of all columns by name. Raises `ReadError` for a file that is not of this format."""
-        raise NotImplementedError
 
     def fault(self, types: Mapping[str, str]) -> str:
         """Return which of these columns the file does not have, or has with another type; empty for none."""
@@ -93,17 +94,17 @@ class FileBlocks:
                 return f"column {name!r}: expected {kind}, got {own[name]}"
         return ""
 
+    @abstractmethod
     def blocks(self) -> list[Block]:
         """Return the blocks in the order of the file, none of them empty, up to `end_error`. Raises `ReadError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def columns(self, block: Block, types: Mapping[str, str]) -> dict[str, Any]:
         """Return the columns of a block by name, for `types` of the columns to read. Raises `ReadError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def place(self, block: Block) -> str:
         """Return the place of a block in the file, for messages."""
-        raise NotImplementedError
 
     def end_error(self) -> ReadError | None:
         """Return the error of the record after which the file cannot be read any more, if there is one."""
