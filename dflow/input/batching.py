@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,13 +127,7 @@ class Batches:
         return self.pad if isinstance(self.pad, str) else MASK
 
     def __iter__(self) -> Iterator[Any]:
-        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
-            is_empty = True
-            for batch in self._epoch(epoch):
-                is_empty = False
-                yield batch
-            if is_empty:  # with `epochs=None` the loop would never yield or return
-                return
+        return over_epochs(self._epoch, self.epochs)
 
     def __getitem__(self, number: int) -> Any:
         """Return a batch by its number, the same as in an iteration.
@@ -280,6 +274,17 @@ def own(element: Any) -> Any:
     return jax.tree_util.tree_unflatten(
         tree, [leaf if isinstance(leaf, _FIXED) else np.array(as_array(leaf)) for leaf in leaves]
     )
+
+
+def over_epochs(batches_of: Callable[[int], Iterator[Any]], epochs: int | None) -> Iterator[Any]:
+    """Yield the batches of each epoch by its number; of None without end, unless an epoch is empty."""
+    for epoch in itertools.count() if epochs is None else range(epochs):
+        is_empty = True
+        for batch in batches_of(epoch):
+            is_empty = False
+            yield batch
+        if is_empty:  # with None the loop would never yield or return
+            return
 
 
 def is_indexed(data: Any) -> bool:

@@ -6,7 +6,6 @@ batches of rows or of a sequence are determined by the seed and the epoch, so a 
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 
 from dflow.calls.trace_log import expect_sizes
-from dflow.input.batching import drawn, is_count, is_indexed, own, stacked
+from dflow.input.batching import drawn, is_count, is_indexed, over_epochs, own, stacked
 from dflow.input.column_forms import LazyColumn, RaggedColumn
 from dflow.input.column_options import CODES, ColumnOptions, key_of
 from dflow.input.columns import Columns, columns_of
@@ -129,13 +128,7 @@ class BucketedBatches:
         return self._rows.categories if self._rows is not None else {}
 
     def __iter__(self) -> Iterator[Any]:
-        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
-            is_empty = True
-            for batch in self._epoch(epoch):
-                is_empty = False
-                yield batch
-            if is_empty:
-                return
+        return over_epochs(self._epoch, self.epochs)
 
     def __len__(self) -> int:
         """Return the number of batches. Raises TypeError when it is unknown."""
