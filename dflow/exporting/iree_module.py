@@ -83,15 +83,7 @@ def compile_module(
         from iree import compiler
     except ImportError as error:
         raise _missing("compiled by iree.compiler") from error
-    name = model._chosen(function)
-    signature = model.signature_of(name)
-    if signature.writes:
-        raise ExportError(
-            f"{name} writes {and_list(signature.writes)}, and a module of IREE has no state",
-            "compile a function that only reads variables",
-        )
-    if "cpu" not in signature.platforms:
-        raise ExportError(f"{name} was exported for {and_list(signature.platforms)}", "export it for cpu too")
+    name, signature = model._without_state(function, "a module of IREE", "compile")
     positional = [one for one in signature.parameters if one.by != "name"]
     named = [one for one in signature.parameters if one.by == "name"]
     leaves = [leaf for one in (*positional, *named) for leaf in leaves_of(one.tree, one.name)]

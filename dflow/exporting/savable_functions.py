@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from dflow.exporting.export_format import MANIFEST, VARIABLES, begin, finish
-from dflow.exporting.export_manifest import ExportManifest, FunctionSignature, listing
+from dflow.exporting.export_manifest import ExportManifest, FunctionSignature, and_list, listing
 from dflow.exporting.stand_ins import StandIns
 from dflow.lowering.files.atomic_directory import whole_folder
 from dflow.lowering.files.locations import location_of
@@ -91,6 +91,22 @@ class SavableFunctions:
         Raises ExportError for an unknown or missing name.
         """
         return str(self._programs[self._chosen(signature)].mlir_module())
+
+    def _without_state(self, name: str | None, format: str, verb: str) -> tuple[str, FunctionSignature]:
+        """Return the name and signature of a function for a format without state, to which users `verb` it.
+
+        Raises ExportError for a function that writes variables, or was not exported for the CPU.
+        """
+        name = self._chosen(name)
+        signature = self.signature_of(name)
+        if signature.writes:
+            raise ExportError(
+                f"{name} writes {and_list(signature.writes)}, and {format} has no state",
+                f"{verb} a function that only reads variables",
+            )
+        if "cpu" not in signature.platforms:
+            raise ExportError(f"{name} was exported for {and_list(signature.platforms)}", "export it for cpu too")
+        return name, signature
 
     def _chosen(self, name: str | None) -> str:
         """Return `name`, or the only function's name. Raises ExportError, listing the functions, for any other name."""

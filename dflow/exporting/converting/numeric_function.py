@@ -91,15 +91,7 @@ def numeric_function(model: Loaded, function: str | None, what: str) -> NumericF
 
     Raises ExportError for a function that writes variables, or was not exported for the CPU.
     """
-    name = model._chosen(function)
-    signature = model.signature_of(name)
-    if signature.writes:
-        raise ExportError(
-            f"{name} writes {and_list(signature.writes)}, and {what} has no state",
-            "convert a function that only reads variables",
-        )
-    if "cpu" not in signature.platforms:
-        raise ExportError(f"{name} was exported for {and_list(signature.platforms)}", "export it for cpu too")
+    name, signature = model._without_state(function, what, "convert")
     state = {key: model.variables[key].read() for key in signature.variables}
     constants = {key: model._constants[stored] for key, stored in signature.constants.items()}
     positional = [one for one in signature.parameters if one.by != "name"]
